@@ -1,0 +1,131 @@
+"""Which linears run in FP8, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from thunder_te_exec import compat
+
+from thunder.core import dtypes
+from thunder.core.devices import to_torch_device
+from thunder.core.proxies import TensorProxy
+
+from thunder_te_exec.names import check_parameter_names
+from thunder_te_exec.settings import Settings
+from thunder_te_exec.state import Fp8State
+
+__all__ = ["Claim", "decide"]
+
+#: FP8 GEMMs read each operand along the contraction in 16-byte units, in each of the three products: rows of the
+#: input, input features and output features are all contracted over once.
+ALIGNMENT = 16
+
+_DTYPES = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A decision about one linear.
+
+    Attributes:
+        weight: fully qualified name of the weight parameter.
+        weight_shape: (out_features, in_features).
+        input_shape: shape of the input, (..., in_features).
+        claimed: whether it runs in FP8.
+        reason: why it does not; "" for a claimed linear.
+    """
+
+    weight: str
+    weight_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]
+    claimed: bool
+    reason: str
+
+
+def is_thin(out_features: int, in_features: int) -> bool:
+    """Whether quantizing costs more than an FP8 GEMM saves: the shape of a low-rank adapter.
+
+    ``min(out, in) < 32``, or ``min(out, in) <= 128`` and the other at least 16 times larger.
+    """
+    small, large = sorted((out_features, in_features))
+    return small < 32 or (small <= 128 and large >= 16 * small)
+
+
+def decide(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -> Claim | None:
+    """Decide on ``linear(a, w, bias)`` in the compilation that is under way.
+
+    The decision is made once for each linear and signature and kept on the jitted function. None where the arguments
+    are not what a linear has.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an option or the recipe is not usable (``thunder_te_exec.settings``).
+        RuntimeError: ``te_filter`` raised; its exception is the cause.
+    """
+    cd, cs = compat.current_compilation()
+    if cd is None or not (isinstance(a, TensorProxy) and isinstance(w, TensorProxy)):
+        return None
+    state = Fp8State.of(cd)
+    settings = Settings.current(cd, to_torch_device(a.device))
+    weight = state.names.of(w, cs.last_traces[-1], cs.last_prologue_traces[-1])
+    key = (weight, _signature(a), _signature(w), _signature(bias), settings.key)
+    if key not in state.claims:
+        if not state.claims:
+            check_parameter_names(cd.fn)
+        reason = _why_not(a, w, bias, weight, settings, state)
+        state.claims[key] = Claim(weight, tuple(w.shape), tuple(a.shape), reason is None, reason or "")
+    return state.claims[key]
+
+
+def _signature(t: TensorProxy | None) -> Any:
+    return None if t is None else (tuple(t.shape), t.dtype, str(t.device))
+
+
+def _why_not(
+    a: TensorProxy, w: TensorProxy, bias: TensorProxy | None, name: str, settings: Settings, state: Fp8State
+) -> str | None:
+    if not settings.enabled:
+        return "FP8 is off: compiled inside autocast(enabled=False)"
+    if settings.backend is None:
+        settings.warn_no_backend(state)
+        return settings.why_no_backend
+    return _why_not_tensors(a, w, bias) or _why_not_shape(a, w) or _why_not_worth(w, name, settings.te_filter)
+
+
+def _why_not_tensors(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -> str | None:
+    tensors = [t for t in (a, w, bias) if t is not None]
+    if len({t.device for t in tensors}) > 1:
+        return f"operands on different devices: {', '.join(str(t.device) for t in tensors)}"
+    if len({t.dtype for t in tensors}) > 1 or a.dtype not in _DTYPES:
+        return f"dtypes {', '.join(str(t.dtype) for t in tensors)}: expected one of float32, bfloat16, float16 for all"
+    return None
+
+
+def _why_not_shape(a: TensorProxy, w: TensorProxy) -> str | None:
+    if w.ndim != 2 or a.ndim < 1:
+        return f"weight of rank {w.ndim} and input of rank {a.ndim}: expected a matrix and at least a vector"
+    if not all(type(dim) is int for dim in (*a.shape, *w.shape)):
+        return "symbolic shapes"
+    rows = 1
+    for dim in a.shape[:-1]:
+        rows *= dim
+    if rows == 0:
+        return "input without rows"
+    out_features, in_features = w.shape
+    for what, size in (("input rows", rows), ("in_features", in_features), ("out_features", out_features)):
+        if size % ALIGNMENT:
+            return f"{size} {what}: FP8 GEMMs need a multiple of {ALIGNMENT}"
+    return None
+
+
+def _why_not_worth(w: TensorProxy, name: str, te_filter: Callable[[str, tuple[int, ...]], bool] | None) -> str | None:
+    shape = tuple(w.shape)
+    if te_filter is not None:
+        try:
+            return None if te_filter(name, shape) else "te_filter returned False"
+        except Exception as e:
+            raise RuntimeError(f"te_filter raised for {name!r} of shape {shape}: {type(e).__name__}: {e}") from e
+    if is_thin(*shape):
+        return f"thin ({shape[0]} x {shape[1]}): quantizing costs more than the FP8 GEMM saves; te_filter overrides this"
+    return None

@@ -1,0 +1,113 @@
+"""Everything that depends on a version of torch, thunder or Transformer Engine.
+
+Imported before thunder by every module of the package, so that ``import thunder`` finds a torch it knows.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# lightning-thunder 0.2.6 looks these up on torch.Tensor at import; torch >= 2.13 no longer has them.
+_NAMED_TENSOR_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
+
+
+def _absent_method(name: str) -> Any:
+    def absent(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(f"torch {torch.__version__} has no Tensor.{name}: it has no named tensors")
+
+    absent.__name__ = name  # thunder registers torch's functions under their __name__
+    return absent
+
+
+for _name in _NAMED_TENSOR_METHODS:
+    if not hasattr(torch.Tensor, _name):
+        setattr(torch.Tensor, _name, _absent_method(_name))
+
+if torch.__version__ >= (2, 13) and importlib.util.find_spec("torch.fx._lazy_graph_module"):
+    # thunderfx traces into a graph module that torch 2.13 recompiles lazily while it is being traced.
+    import torch.fx._lazy_graph_module as _lazy
+
+    _lazy._force_skip_lazy_graph_module_flag = True
+
+
+@functools.cache
+def te_version() -> str | None:
+    """Version of the installed Transformer Engine, or None where it is not installed."""
+    try:
+        return importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def te_recipes() -> ModuleType | None:
+    """``transformer_engine.common.recipe``, or None where Transformer Engine cannot be imported."""
+    if te_version() is None:
+        return None
+    try:
+        return importlib.import_module("transformer_engine.common.recipe")
+    except Exception:  # a TE built for another torch or CUDA raises OSError, ImportError or RuntimeError
+        return None
+
+
+@functools.cache
+def te_import_error() -> str | None:
+    """Why ``transformer_engine.pytorch`` cannot be used here, or None when it can."""
+    if te_version() is None:
+        return "transformer-engine is not installed (pip install 'thunder-te-exec[te]')"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+        importlib.import_module("transformer_engine_torch")
+    except Exception as e:
+        return f"transformer-engine {te_version()} does not import: {type(e).__name__}: {e}"
+    return None
+
+
+def te_autocast_state() -> tuple[int, bool, Any, Any] | None:
+    """(depth, enabled, recipe, amax reduction group) of the active ``te.autocast``; None where TE cannot be used."""
+    if te_import_error() is not None:
+        return None
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    s = FP8GlobalStateManager.quantization_state
+    return s.autocast_depth, s.fp8_enabled, s.fp8_recipe, s.fp8_distributed_group
+
+
+def te_default_recipe() -> Any:
+    """The recipe that TE would use on this device outside any context."""
+    from transformer_engine.pytorch.quantization import get_default_recipe
+
+    return get_default_recipe()
+
+
+def jitted_compile_data(fn: Any) -> Any:
+    """The CompileData of a function or module returned by ``thunder.jit``.
+
+    Raises:
+        TypeError: ``fn`` did not come from ``thunder.jit``.
+    """
+    cd = getattr(fn, "_lc_cd", None)
+    if cd is None:
+        raise TypeError(f"expected a function or module returned by thunder.jit, got {type(fn).__name__}")
+    return cd
+
+
+def current_compilation() -> tuple[Any, Any]:
+    """(CompileData, CompileStats) of the jitted function being compiled; (None, None) outside a compilation."""
+    from thunder.core.compile_data import _compile_data
+
+    return _compile_data.get()
+
+
+def compile_option(name: str, description: str) -> Any:
+    """The value of ``thunder.jit(..., name=value)`` in the compilation under way, or None."""
+    from thunder.core.compile_data import get_compile_option
+
+    return get_compile_option(name, description)

@@ -1,0 +1,182 @@
+"""What a claimed linear runs: forward, backward, and the FP8 context of a forward.
+
+Everything that can be looked up is looked up when these objects are made, at compile time. A call quantizes and
+multiplies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from thunder_te_exec.autocast import active_context
+from thunder_te_exec.backends import Backend
+from thunder_te_exec.recipe import Gemm, TensorRole, fp8_dtype, same_recipe, use_split_accumulator
+from thunder_te_exec.settings import Settings, recipe_in_force
+from thunder_te_exec.state import AmaxGroup, AmaxSlot
+from thunder_te_exec.symbols import Wanted
+
+__all__ = ["Fp8ForwardContext", "Fp8Linear", "fp8_linear_backward", "make_sync"]
+
+Saved = tuple[torch.Tensor, ...]
+Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+class Fp8Linear:
+    """The implementation of one ``te_linear_N``, and the context that its backward gets.
+
+    Args:
+        backend: runs it.
+        recipe: how it is quantized.
+        slots: delayed-scaling state of the input, the weight and the output's gradient; None under current scaling.
+        device: of all operands.
+        dtype: of the input, the weight, the bias, the output and all gradients.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        recipe: Any,
+        slots: tuple[AmaxSlot, AmaxSlot, AmaxSlot] | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        slot_of = dict(zip(TensorRole, slots or (None, None, None)))
+
+        def quantizer(role: TensorRole, rowwise: bool, columnwise: bool) -> Any:
+            return backend.quantizer(recipe, role, slot_of[role], device, rowwise=rowwise, columnwise=columnwise)
+
+        def gemm(which: Gemm, a: TensorRole, b: TensorRole) -> Any:
+            split = use_split_accumulator(recipe, which)
+            return backend.gemm(fp8_dtype(recipe, a), fp8_dtype(recipe, b), dtype, use_split_accumulator=split)
+
+        # Indexed by whether the gradient that reads the column-wise copy is wanted.
+        self._quantize_input = [quantizer(TensorRole.INPUT, True, columnwise) for columnwise in (False, True)]
+        self._quantize_weight = [quantizer(TensorRole.WEIGHT, True, columnwise) for columnwise in (False, True)]
+        # Indexed by whether dgrad and whether wgrad is wanted.
+        self._quantize_grad = {
+            (dgrad, wgrad): quantizer(TensorRole.GRAD_OUTPUT, dgrad, wgrad)
+            for dgrad, wgrad in ((True, False), (False, True), (True, True))
+        }
+        self._fprop = gemm(Gemm.FPROP, TensorRole.INPUT, TensorRole.WEIGHT)
+        self._dgrad = gemm(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, TensorRole.WEIGHT)
+        self._wgrad = gemm(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, TensorRole.INPUT)
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        input_requires_grad: bool,
+        weight_requires_grad: bool,
+        bias_requires_grad: bool,
+    ) -> tuple[torch.Tensor, Saved, Fp8Linear | None]:
+        """``a @ w.T + bias``, what its wanted gradients need (``symbols.saved_layout``), and the context."""
+        x = self._quantize_input[weight_requires_grad](_matrix(a))
+        q = self._quantize_weight[input_requires_grad](w.contiguous())
+        out = self._fprop(x.rowwise, x.scale_inv, q.rowwise, q.scale_inv, bias)
+        saved: Saved = (x.columnwise, x.scale_inv) if weight_requires_grad else ()
+        if input_requires_grad:
+            saved += (q.columnwise, q.scale_inv)
+        differentiated = input_requires_grad or weight_requires_grad or bias_requires_grad
+        return out.view(*a.shape[:-1], w.shape[0]), saved, self if differentiated else None
+
+    def backward(self, a_shape: Sequence[int], saved: Saved, grad_output: torch.Tensor, wanted: Wanted) -> Grads:
+        """The wanted gradients of input, weight and bias, from what forward saved."""
+        g = _matrix(grad_output)
+        grad_input = grad_weight = None
+        if wanted.quantizes_grad_output:
+            q = self._quantize_grad[wanted.input, wanted.weight](g)
+            if wanted.input:
+                weight, weight_scale_inv = saved[-2:]
+                grad_input = self._dgrad(q.rowwise, q.scale_inv, weight, weight_scale_inv, None).view(a_shape)
+            if wanted.weight:
+                x, x_scale_inv = saved[:2]
+                grad_weight = self._wgrad(q.columnwise, q.scale_inv, x, x_scale_inv, None)
+        return grad_input, grad_weight, g.sum(dim=0) if wanted.bias else None
+
+
+def _matrix(t: torch.Tensor) -> torch.Tensor:
+    return t.reshape(-1, t.shape[-1]).contiguous()
+
+
+def fp8_linear_backward(
+    a_shape: Sequence[int],
+    w_shape: Sequence[int],
+    b_shape: Sequence[int] | None,
+    ctx: Fp8Linear,
+    saved: Saved,
+    grad_output: torch.Tensor,
+    *,
+    input_requires_grad: bool,
+    weight_requires_grad: bool,
+    bias_requires_grad: bool,
+) -> Grads:
+    """The implementation of ``te_functional_linear_backward``."""
+    wanted = Wanted(input_requires_grad, weight_requires_grad, bias_requires_grad)
+    return ctx.backward(a_shape, saved, grad_output, wanted)
+
+
+class Fp8ForwardContext:
+    """The FP8 context that a forward trace runs in; the trace shows it as ``te_fp8_recipe``.
+
+    It stands for the recipe that is active when the trace is called, checks that this is the one that the trace was
+    compiled for, and updates the forward's scales on exit.
+    """
+
+    def __init__(self, settings: Settings, option: Any, device: torch.device, groups: Sequence[AmaxGroup]) -> None:
+        self._settings = settings
+        self._option = option
+        self._device = device
+        self._sync = make_sync(settings, groups, forward=True)
+
+    def decorate(self, computation: Callable[..., Any]) -> Callable[..., Any]:
+        """``computation`` inside this context."""
+
+        @functools.wraps(computation)
+        def in_fp8(*args: Any, **kwargs: Any) -> Any:
+            self._check_active_recipe()
+            out = computation(*args, **kwargs)
+            # As te.autocast: what runs without gradients does not move the scales.
+            if torch.is_grad_enabled():
+                self._sync()
+            return out
+
+        return in_fp8
+
+    def _check_active_recipe(self) -> None:
+        context = active_context()
+        enabled = context is None or context.enabled
+        if enabled and same_recipe(recipe_in_force(context, self._option, self._device), self._settings.recipe):
+            return
+        found = "autocast(enabled=False)" if not enabled else repr(recipe_in_force(context, self._option, self._device))
+        raise RuntimeError(
+            f"this function was compiled by thunder_te_exec for {self._settings.recipe!r} and is called under {found}: "
+            f"use one thunder.jit of the module or function for each recipe"
+        )
+
+
+def make_sync(settings: Settings, groups: Sequence[AmaxGroup], *, forward: bool) -> Callable[[], None]:
+    """A function that reduces the amaxes of ``groups`` over processes, where asked for, and updates their scales."""
+    if not groups:
+        return lambda: None
+    recipe, backend, process_group = settings.recipe, settings.backend, settings.amax_reduction_group
+
+    def sync() -> None:
+        for group in groups:
+            if recipe.reduce_amax and _is_distributed(process_group):
+                torch.distributed.all_reduce(
+                    group.history[0], op=torch.distributed.ReduceOp.MAX, group=process_group
+                )
+            backend.update_scales(group, recipe, forward=forward)
+
+    return sync
+
+
+def _is_distributed(process_group: Any) -> bool:
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1

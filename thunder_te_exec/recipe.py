@@ -1,0 +1,129 @@
+"""FP8 recipes: Transformer Engine's classes where it is installed, else classes of the same names and fields.
+
+``from thunder_te_exec.recipe import DelayedScaling`` therefore gives the class that ``te.autocast`` takes, and a
+script written on a machine without a GPU runs unchanged on one.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+from thunder_te_exec import compat, recipe_classes
+
+__all__ = ["DelayedScaling", "Float8CurrentScaling", "Format", "MMParams", "QParams", "Recipe", "TensorRole"]
+
+
+_classes: Any = compat.te_recipes() or recipe_classes
+Format = _classes.Format
+MMParams = _classes.MMParams
+QParams = _classes.QParams
+Recipe = _classes.Recipe
+DelayedScaling = _classes.DelayedScaling
+Float8CurrentScaling = _classes.Float8CurrentScaling
+
+
+class TensorRole(Enum):
+    """What a quantized tensor is to its linear; the value names the recipe's field with its quantization options."""
+
+    INPUT = "fp8_quant_fwd_inp"
+    WEIGHT = "fp8_quant_fwd_weight"
+    GRAD_OUTPUT = "fp8_quant_bwd_grad"
+
+    @property
+    def forward(self) -> bool:
+        return self is not TensorRole.GRAD_OUTPUT
+
+
+def fp8_dtype(recipe: Any, role: TensorRole) -> torch.dtype:
+    """``torch.float8_e4m3fn`` or ``torch.float8_e5m2``: what tensors of ``role`` are quantized to under ``recipe``."""
+    e5m2 = recipe.fp8_format == Format.E5M2 or (recipe.fp8_format == Format.HYBRID and not role.forward)
+    return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
+
+
+class Gemm(Enum):
+    """The three products of a linear.
+
+    The value is the recipe's field with its options and what Transformer Engine uses for a recipe without that field
+    (``_2X_ACC_*`` of ``transformer_engine.pytorch.module.base``).
+    """
+
+    FPROP = ("fp8_gemm_fprop", False)
+    DGRAD = ("fp8_gemm_dgrad", True)
+    WGRAD = ("fp8_gemm_wgrad", True)
+
+
+def use_split_accumulator(recipe: Any, gemm: Gemm) -> bool:
+    """Whether ``gemm`` accumulates in full float32 under ``recipe``."""
+    name, default = gemm.value
+    params = getattr(recipe, name, None)
+    return default if params is None else params.use_split_accumulator
+
+
+def check_supported(recipe: Any) -> None:
+    """Raise unless every field of ``recipe`` is honoured here.
+
+    Raises:
+        TypeError: not a recipe.
+        NotImplementedError: a recipe, or a value of one of its fields, that is not supported; the message names it.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"te_fp8_recipe: expected an instance of a recipe class of {Recipe.__module__}, "
+            f"got {recipe!r} of type {type(recipe).__name__}"
+        )
+    name = type(recipe).__name__
+    if not isinstance(recipe, (DelayedScaling, Float8CurrentScaling)):
+        raise NotImplementedError(
+            f"recipe {name} is not supported by thunder_te_exec; use DelayedScaling or Float8CurrentScaling"
+        )
+    for flag in ("fp8_dpa", "fp8_mha"):
+        if getattr(recipe, flag, False):
+            raise NotImplementedError(f"{name}.{flag}=True: attention is not run in FP8 by thunder_te_exec")
+    if getattr(recipe, "backward_override", None) is not None:
+        raise NotImplementedError(f"{name}.backward_override={recipe.backward_override!r} is not supported")
+    if isinstance(recipe, DelayedScaling):
+        _check_delayed(recipe)
+    else:
+        _check_current(recipe)
+
+
+def _check_delayed(recipe: Any) -> None:
+    if not isinstance(recipe.amax_history_len, int) or recipe.amax_history_len < 1:
+        raise NotImplementedError(
+            f"DelayedScaling.amax_history_len={recipe.amax_history_len!r}: expected an integer of at least 1"
+        )
+    if not isinstance(recipe.margin, int):
+        raise NotImplementedError(f"DelayedScaling.margin={recipe.margin!r}: expected an integer")
+    algo = recipe.amax_compute_algo
+    if algo not in ("max", "most_recent") and not callable(algo):
+        raise NotImplementedError(
+            f"DelayedScaling.amax_compute_algo={algo!r}: expected 'max', 'most_recent' or a function"
+        )
+
+
+def _check_current(recipe: Any) -> None:
+    # Transformer Engine reads the operands' own options only, and ignores the flag of an instance.
+    options = [role.value for role in TensorRole]
+    if recipe.use_power_2_scales and not all(getattr(recipe, name).power_2_scale for name in options):
+        raise NotImplementedError(
+            "Float8CurrentScaling.use_power_2_scales=True has no effect in Transformer Engine: assign "
+            f"QParams(power_2_scale=True) to the recipe's {', '.join(options)}"
+        )
+    for name in options:
+        params = getattr(recipe, name)
+        for feature in ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization"):
+            if getattr(params, feature, False):
+                raise NotImplementedError(f"Float8CurrentScaling.{name}.{feature}=True is not supported")
+
+
+def same_recipe(a: Any, b: Any) -> bool:
+    """Whether two recipes ask for the same numbers: the same class, and equal fields."""
+    return type(a) is type(b) and _fields(a) == _fields(b)
+
+
+def _fields(recipe: Any) -> dict[str, Any]:
+    # Transformer Engine caches a repr on the instance; what is not on the instance is equal by its class.
+    return {name: value for name, value in vars(recipe).items() if not name.startswith("_")}

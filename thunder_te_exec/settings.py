@@ -1,0 +1,94 @@
+"""What a compilation is asked for: options of ``thunder.jit`` and the active FP8 context, checked."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thunder_te_exec import compat
+from thunder_te_exec.autocast import Fp8Context, active_context, default_recipe
+from thunder_te_exec.backends import BACKENDS, Backend, default_backend
+from thunder_te_exec.recipe import check_supported
+from thunder_te_exec.state import Fp8State
+
+__all__ = ["Settings"]
+
+_OPTIONS = {
+    "te_fp8_recipe": "thunder_te_exec: recipe used outside of any autocast context",
+    "te_backend": "thunder_te_exec: 'te' or 'reference'; the default is the device's",
+    "te_filter": "thunder_te_exec: callable(weight_fqn, weight_shape) -> bool, decides instead of the thin-linear rule",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for linears on one device in one compilation.
+
+    Attributes:
+        enabled: False inside ``autocast(enabled=False)``.
+        recipe: a private copy of the recipe in force.
+        amax_reduction_group: process group of the FP8 context.
+        backend: what runs the linears; None where nothing can, for the reason ``why_no_backend``.
+        te_filter: the user's choice of linears, or None.
+    """
+
+    enabled: bool
+    recipe: Any
+    amax_reduction_group: Any
+    backend: Backend | None
+    why_no_backend: str
+    te_filter: Callable[[str, tuple[int, ...]], bool] | None
+
+    @classmethod
+    def current(cls, compile_data: Any, device: torch.device) -> Settings:
+        """Settings of the compilation under way.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: an option or the recipe is not usable; the message names it.
+        """
+        options = {name: compat.compile_option(name, text) for name, text in _OPTIONS.items()}
+        te_filter = options["te_filter"]
+        if te_filter is not None and not callable(te_filter):
+            raise TypeError(f"te_filter: expected a callable(fqn, weight_shape) -> bool, got {te_filter!r}")
+        context = active_context()
+        recipe = recipe_in_force(context, options["te_fp8_recipe"], device)
+        enabled = context is None or context.enabled
+        if enabled:
+            check_supported(recipe)
+        backend, why = _backend(options["te_backend"], device)
+        group = context.amax_reduction_group if context is not None else None
+        return cls(enabled, copy.copy(recipe), group, backend, why, te_filter)
+
+    @property
+    def key(self) -> Any:
+        """Tells settings apart under which a linear may be decided on differently."""
+        return self.enabled, type(self.recipe), None if self.backend is None else self.backend.name
+
+    def warn_no_backend(self, state: Fp8State) -> None:
+        """Say once for each jitted function that nothing can be claimed, and what to do."""
+        if self.why_no_backend not in state.warned:
+            state.warned.add(self.why_no_backend)
+            warnings.warn(f"thunder_te_exec claims no linear: {self.why_no_backend}", stacklevel=2)
+
+
+def recipe_in_force(context: Fp8Context | None, option: Any, device: torch.device) -> Any:
+    """Inside a context its recipe, outside of any the ``te_fp8_recipe`` option; the device's default where not given."""
+    recipe = option if context is None else context.recipe
+    return default_recipe(device) if recipe is None else recipe
+
+
+def _backend(name: str | None, device: torch.device) -> tuple[Backend | None, str]:
+    if name is None:
+        return default_backend(device)
+    if name not in BACKENDS:
+        raise ValueError(f"te_backend={name!r}: expected one of {', '.join(map(repr, BACKENDS))}")
+    backend = BACKENDS[name]()
+    why = backend.why_not(device)
+    if why:
+        raise RuntimeError(f"te_backend={name!r} cannot run on {device}: {why}")
+    return backend, ""

@@ -1,0 +1,112 @@
+"""FP8 state: amax histories and scales of delayed scaling, and who owns them.
+
+All state belongs to one jitted function: :meth:`Fp8State.of` keeps it on the function's CompileData, so that it lives
+and dies with it and two jitted functions never share any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from thunder_te_exec.names import WeightNames
+from thunder_te_exec.recipe import TensorRole
+
+__all__ = ["AmaxGroup", "AmaxSlot", "Fp8State", "LinearKey"]
+
+
+class LinearKey(NamedTuple):
+    """A linear, independent of the trace it stands in: its weight, and which use of that weight it is."""
+
+    weight: str
+    use: int
+
+
+class AmaxSlot(NamedTuple):
+    """Delayed-scaling state of one tensor: views, of shape (1,) and float32, into its group.
+
+    ``amax`` collects the current step's maximum; ``scale`` is what the tensor is multiplied with when it is quantized.
+    """
+
+    scale: torch.Tensor
+    amax: torch.Tensor
+
+
+@dataclass
+class AmaxGroup:
+    """Delayed-scaling state of all tensors of one direction that were first compiled together.
+
+    Contiguous, so that one reduction and one update serve all of them.
+
+    Attributes:
+        history: float32 (amax_history_len, tensors); row 0 collects the current step.
+        scale: float32 (tensors,).
+        dtype: FP8 type that the tensors are quantized to.
+    """
+
+    history: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def new(cls, tensors: int, length: int, dtype: torch.dtype, device: torch.device) -> AmaxGroup:
+        history = torch.zeros(length, tensors, dtype=torch.float32, device=device)
+        return cls(history, torch.ones(tensors, dtype=torch.float32, device=device), dtype)
+
+    def slot(self, i: int) -> AmaxSlot:
+        return AmaxSlot(self.scale[i : i + 1], self.history[0, i : i + 1])
+
+
+class _SlotKey(NamedTuple):
+    linear: LinearKey
+    role: TensorRole
+    length: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass
+class Fp8State:
+    """What one jitted function keeps between calls and between compilations.
+
+    Attributes:
+        names: maps a trace's weights to the parameters they come from.
+        claims: decision for each linear that was looked at, with its reason (``thunder_te_exec.claim``).
+        warned: warnings already given, each at most once a jitted function.
+    """
+
+    names: WeightNames = field(default_factory=WeightNames)
+    claims: dict[Any, Any] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
+    _slots: dict[_SlotKey, tuple[AmaxGroup, AmaxSlot]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, compile_data: Any) -> Fp8State:
+        """The FP8 state of the jitted function that ``compile_data`` belongs to."""
+        return vars(compile_data).setdefault("thunder_te_exec", cls())
+
+    def delayed_scaling_slots(
+        self,
+        tensors: Iterable[tuple[LinearKey, TensorRole, torch.dtype, torch.device]],
+        history_len: int,
+    ) -> tuple[list[AmaxSlot], list[AmaxGroup]]:
+        """State of the given tensors, made where it does not exist yet.
+
+        New tensors of one type and device go into one group together.
+
+        Returns:
+            A slot for each tensor, in order, and the groups that these slots lie in.
+        """
+        keys = [_SlotKey(k, role, history_len, dtype, device) for k, role, dtype, device in tensors]
+        new: dict[tuple[torch.dtype, torch.device], list[_SlotKey]] = {}
+        for key in dict.fromkeys(keys):
+            if key not in self._slots:
+                new.setdefault((key.dtype, key.device), []).append(key)
+        for (dtype, device), members in new.items():
+            group = AmaxGroup.new(len(members), history_len, dtype, device)
+            self._slots.update({key: (group, group.slot(i)) for i, key in enumerate(members)})
+        groups = {id(self._slots[key][0]): self._slots[key][0] for key in keys}
+        return [self._slots[key][1] for key in keys], list(groups.values())

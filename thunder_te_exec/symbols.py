@@ -1,0 +1,163 @@
+"""The symbols that linears are lowered to, their meta functions, and the predicates that passes use.
+
+One linear ``y = a @ w.T + bias`` with ``a`` of shape (..., K), ``w`` (N, K) and M the number of rows of ``a`` flattened
+to two dimensions becomes::
+
+    (y, saved, ctx) = te_linear(a, w, bias, input_requires_grad=, weight_requires_grad=, bias_requires_grad=)
+    (ga, gw, gb) = te_functional_linear_backward(a.shape, w.shape, bias_shape, ctx, saved, gy, *the same keywords)
+
+The three keywords say which gradients are wanted; they decide everything else. ``saved`` holds, in this order and only
+as far as wanted, the operands that the gradients need (:func:`saved_layout`).
+
+All symbols here are declared without an executor; ``thunder_te_exec.executor`` gives them what runs. Passes find them by
+identity: thunder compares symbols by ``id``, so that ``te_linear_3`` of one trace is still equal to ``te_linear``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from thunder_te_exec import compat  # noqa: F401  (before thunder)
+
+from thunder.core import dtypes, prims
+from thunder.core.proxies import AnyProxy, Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+
+__all__ = [
+    "Wanted",
+    "is_te_backward",
+    "is_te_linear",
+    "saved_layout",
+    "te_functional_linear_backward",
+    "te_linear",
+    "te_sync_fp8_meta_bwd",
+]
+
+
+class Wanted(NamedTuple):
+    """Which gradients of a linear somebody uses."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+    @classmethod
+    def of(cls, bsym: BoundSymbol) -> Wanted:
+        """The flags of a ``te_linear`` or ``te_functional_linear_backward``."""
+        return cls(*(bsym.kwargs[f"{name}_requires_grad"] for name in cls._fields))
+
+    def kwargs(self) -> dict[str, bool]:
+        return {f"{name}_requires_grad": value for name, value in zip(self._fields, self)}
+
+    @property
+    def quantizes_grad_output(self) -> bool:
+        """Whether the gradient of the output is quantized: the bias gradient is a sum in high precision."""
+        return self.input or self.weight
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor that forward keeps for backward, and the gradient that needs it."""
+
+    name: str
+    needed_by: str  # a field of Wanted
+    scale: bool  # a scale_inv of shape (1,), else FP8 data
+
+
+# wgrad contracts over rows: it reads the input column-wise, (K, M). dgrad contracts over output features: it reads the
+# weight column-wise, (K, N).
+_SAVED = (
+    SavedTensor("input_columnwise", "weight", scale=False),
+    SavedTensor("input_scale_inv", "weight", scale=True),
+    SavedTensor("weight_columnwise", "input", scale=False),
+    SavedTensor("weight_scale_inv", "input", scale=True),
+)
+
+
+def saved_layout(wanted: Wanted) -> tuple[SavedTensor, ...]:
+    """What the wanted gradients need from forward, in the order in which ``saved`` holds it."""
+    return tuple(s for s in _SAVED if getattr(wanted, s.needed_by))
+
+
+def _saved_proxies(a: TensorProxy, w: TensorProxy, wanted: Wanted) -> tuple[TensorProxy, ...]:
+    rows = 1
+    for dim in a.shape[:-1]:
+        rows *= dim
+    columnwise = {"input_columnwise": (a.shape[-1], rows), "weight_columnwise": (w.shape[1], w.shape[0])}
+    return tuple(
+        TensorProxy(
+            shape=(1,) if s.scale else columnwise[s.name],
+            device=a.device,
+            dtype=dtypes.float32 if s.scale else dtypes.uint8,
+            requires_grad=False,
+            prefix="s",
+        )
+        for s in saved_layout(wanted)
+    )
+
+
+def _te_linear_meta(
+    a: TensorProxy,
+    w: TensorProxy,
+    bias: TensorProxy | None,
+    *,
+    input_requires_grad: bool,
+    weight_requires_grad: bool,
+    bias_requires_grad: bool,
+) -> tuple[TensorProxy, tuple[TensorProxy, ...], AnyProxy | None]:
+    wanted = Wanted(input_requires_grad, weight_requires_grad, bias_requires_grad)
+    out = TensorProxy(like=a, shape=(*a.shape[:-1], w.shape[0]))
+    return out, _saved_proxies(a, w, wanted), AnyProxy(object(), prefix="ctx_te") if any(wanted) else None
+
+
+def _te_functional_linear_backward_meta(
+    a_shape: tuple[int, ...],
+    w_shape: tuple[int, ...],
+    b_shape: tuple[int, ...] | None,
+    ctx: AnyProxy,
+    saved: Sequence[TensorProxy],
+    grad_output: TensorProxy,
+    *,
+    input_requires_grad: bool,
+    weight_requires_grad: bool,
+    bias_requires_grad: bool,
+) -> tuple[TensorProxy | None, TensorProxy | None, TensorProxy | None]:
+    return (
+        TensorProxy(like=grad_output, shape=a_shape) if input_requires_grad else None,
+        TensorProxy(like=grad_output, shape=w_shape) if weight_requires_grad else None,
+        TensorProxy(like=grad_output, shape=b_shape) if bias_requires_grad else None,
+    )
+
+
+def _te_sync_fp8_meta_bwd_meta() -> None:
+    return None
+
+
+def _symbol(name: str, meta: Any, tags: tuple[Any, ...] = ()) -> Symbol:
+    return Symbol(name=name, id=f"thunder_te.{name}", meta=meta, is_prim=True, tags=tags)
+
+
+te_linear = _symbol(
+    "te_linear", _te_linear_meta, (prims.OpTags.MATMUL_OP, prims.OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD)
+)
+te_functional_linear_backward = _symbol(
+    "te_functional_linear_backward", _te_functional_linear_backward_meta, (prims.OpTags.MATMUL_OP,)
+)
+te_sync_fp8_meta_bwd = _symbol("te_sync_fp8_meta_bwd", _te_sync_fp8_meta_bwd_meta, (prims.OpTags.DONT_DCE,))
+
+
+def is_te_linear(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` is the forward of a claimed linear, numbered or not."""
+    return bsym.sym == te_linear
+
+
+def is_te_backward(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` is the backward of a claimed linear."""
+    return bsym.sym == te_functional_linear_backward
+
+
+def ctx_of(bsym: BoundSymbol) -> Proxy | None:
+    """The context that ties a claimed linear's backward to its forward; None for a forward that nobody differentiates."""
+    return bsym.args[3] if is_te_backward(bsym) else bsym.output[2]
