@@ -1,0 +1,50 @@
+"""Delayed scaling over several processes: amaxes are reduced, so that all ranks scale alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from thunder_te_exec.recipe import DelayedScaling
+
+
+def worker(rank: int, port: int, reduce_amax: bool, results) -> None:
+    import thunder
+
+    from thunder_te_exec import te_ex
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(32, 32, bias=False)
+    recipe = DelayedScaling(amax_history_len=2, reduce_amax=reduce_amax)
+    compiled = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=recipe)
+    x = torch.ones(16, 32) * (rank + 1)
+    compiled(x).backward(torch.full((16, 32), 2.0 - rank))
+    # x is 1 or 2 and the gradient 2 or 1 by rank; one value throughout, so its FP8 number shows the scale.
+    second = compiled(x)
+    saved = [t for t in second.grad_fn.saved_tensors if t.numel() == 1]
+    results.put((rank, [1.0 / t.item() for t in saved]))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reduce_amax", (True, False))
+def test_amaxes_are_reduced_over_the_processes_if_the_recipe_says_so(reduce_amax, tmp_path) -> None:
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    port = free_port()
+    mp.spawn(worker, args=(port, reduce_amax, results), nprocs=2)
+    scales = dict(results.get() for _ in range(2))
+    own = {0: 448.0, 1: 224.0}
+    for rank in range(2):
+        expected = 224.0 if reduce_amax else own[rank]
+        assert scales[rank][0] == pytest.approx(expected, rel=1e-6)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

@@ -1,0 +1,53 @@
+"""The traces of traces_golden/, one file a program. ``pytest --snapshot-update`` rewrites them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import thunder
+import torch
+from programs import TRAINING, nothing_frozen
+from thunder_te_exec import passes
+from thunder_te_exec.passes import PASSES
+from traces import as_text, jitted, joint_trace
+
+
+@pytest.mark.parametrize("program", TRAINING, ids=lambda p: p.__name__)
+def test_forward_and_backward_traces_are_the_golden_ones(program, golden) -> None:
+    module, x = program()
+    compiled = jitted(module, x)
+    text = as_text(thunder.last_traces(compiled)[-1], *thunder.last_backward_traces(compiled)[-1:])
+    assert text == golden(name=program.__name__)
+
+
+def test_inference_trace_is_the_golden_one(golden) -> None:
+    module, x = nothing_frozen()
+    with torch.no_grad():
+        compiled = jitted(module, x)
+    assert as_text(thunder.last_traces(compiled)[-1]) == golden(name="inference")
+
+
+@pytest.mark.parametrize("name", [run.__name__ for run in PASSES])
+def test_each_pass_rewrites_the_mixed_program_as_its_golden_trace_shows(name, golden) -> None:
+    module, x = TRAINING[3]()
+    trace, _ = joint_trace(module, x)
+    for run in PASSES:
+        rewritten = run(trace)
+        if run.__name__ == name:
+            assert f"{as_text(trace)}\n# --- after {name} ---\n{as_text(rewritten)}" == golden(name=f"pass_{name}")
+        trace = rewritten
+
+
+def test_every_pass_is_a_file_of_its_name() -> None:
+    for run in PASSES:
+        assert run.__module__ == f"{passes.__name__}.{run.__name__}"
+
+
+def test_traces_are_the_same_from_run_to_run() -> None:
+    texts = set()
+    for _ in range(2):
+        compiled = jitted(*TRAINING[0]())
+        traces = (thunder.last_traces(compiled)[-1], thunder.last_backward_traces(compiled)[-1])
+        texts.add("".join(re.sub("# Constructed by .*", "", trace.python()) for trace in traces))
+    assert len(texts) == 1

@@ -1,0 +1,109 @@
+"""What each pass guarantees of a joint trace; each test fails when its pass is taken out."""
+
+from __future__ import annotations
+
+import pytest
+from programs import TRAINING, every_even_linear_frozen, nothing_frozen, one_weight_in_two_linears, only_biases_trained
+from thunder.core import prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx
+from thunder_te_exec.passes import PASSES, fewest_saved_tensors, fp8_meta_sync, needed_gradients, number_linears
+from thunder_te_exec.symbols import ctx_of, is_te_backward, is_te_linear, te_sync_fp8_meta_bwd
+from traces import flags, joint_trace
+
+
+def rewritten(trace: TraceCtx, *, without=None) -> TraceCtx:
+    for run in PASSES:
+        if run is not without:
+            trace = run(trace)
+    return trace
+
+
+def both_directions(trace: TraceCtx) -> tuple[list, list]:
+    return [b for b in trace.bound_symbols if is_te_linear(b)], [b for b in trace.bound_symbols if is_te_backward(b)]
+
+
+def has_the_flags_of_the_wanted_gradients(trace: TraceCtx) -> bool:
+    forward, backward = both_directions(trace)
+    expected = [(True, False, False), (True, True, False)] * 2
+    return flags(forward) == expected and flags(backward) == expected[::-1]
+
+
+def saves_what_the_flags_need(trace: TraceCtx) -> bool:
+    forward, backward = both_directions(trace)
+    return [len(b.output[1]) for b in forward] == [2, 4, 2, 4] and [len(b.args[4]) for b in backward] == [4, 2, 4, 2]
+
+
+def syncs_once_last_before_the_return(trace: TraceCtx) -> bool:
+    at = [i for i, b in enumerate(trace.bound_symbols) if b.sym == te_sync_fp8_meta_bwd]
+    return at == [len(trace.bound_symbols) - 2] and trace.bound_symbols[-1].sym.id is prims.PrimIDs.RETURN
+
+
+def numbers_linears_and_their_contexts_in_order(trace: TraceCtx) -> bool:
+    forward, backward = both_directions(trace)
+    contexts = [f"ctx_te_{n}" for n in range(4)]
+    return (
+        [b.sym.name for b in forward] == [f"te_linear_{n}" for n in range(4)]
+        and [ctx_of(b).name for b in forward] == contexts
+        and [ctx_of(b).name for b in backward] == contexts[::-1]
+    )
+
+
+GUARANTEES = {
+    needed_gradients: has_the_flags_of_the_wanted_gradients,
+    fewest_saved_tensors: saves_what_the_flags_need,
+    fp8_meta_sync: syncs_once_last_before_the_return,
+    number_linears: numbers_linears_and_their_contexts_in_order,
+}
+
+
+@pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__)
+def test_the_pass_gives_its_guarantee_and_nothing_else_does(run) -> None:
+    before, _ = joint_trace(*every_even_linear_frozen())
+    assert GUARANTEES[run](rewritten(before))
+    assert not GUARANTEES[run](rewritten(before, without=run))
+
+
+@pytest.mark.parametrize("program", TRAINING, ids=lambda p: p.__name__)
+def test_passes_leave_alone_what_they_have_rewritten(program) -> None:
+    _, after = joint_trace(*program())
+    for run in (needed_gradients, fewest_saved_tensors):
+        again = run(after)
+        assert [b.python(0) for b in again.bound_symbols] == [b.python(0) for b in after.bound_symbols]
+
+
+@pytest.mark.parametrize("lie", (True, False))
+def test_gradients_are_found_whatever_intermediate_proxies_say_of_requires_grad(lie) -> None:
+    before, _ = joint_trace(*every_even_linear_frozen())
+    for bsym in before.bound_symbols:
+        for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs):
+            if isinstance(proxy, TensorProxy):
+                proxy._requires_grad = lie
+    assert has_the_flags_of_the_wanted_gradients(rewritten(before))
+
+
+def test_what_only_fed_a_dropped_gradient_is_dropped_with_it() -> None:
+    before, after = joint_trace(*only_biases_trained())
+    forward, backward = both_directions(after)
+    assert flags(forward) == [(False, False, True), (True, False, True), (True, False, True)]
+    names = {o.name for b in after.bound_symbols for o in b.flat_proxy_outs}
+    assert all(p.name in names or p.name in {a.name for a in after.args} for b in backward for p in b.flat_proxy_args)
+    assert len(after.bound_symbols) <= len(before.bound_symbols) + 1  # the sync
+
+
+def test_no_gradient_is_quantized_and_none_is_synced_where_only_the_last_bias_is_trained() -> None:
+    module, x = nothing_frozen()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name == "1.bias")
+    _, after = joint_trace(module, x.detach())
+    forward, backward = both_directions(after)
+    assert flags(forward) == [(False, False, False), (False, False, True)]
+    assert [b.args[4] for b in backward] == [()]
+    assert not any(b.sym == te_sync_fp8_meta_bwd for b in after.bound_symbols)
+
+
+def test_two_uses_of_a_weight_are_two_linears() -> None:
+    _, after = joint_trace(*one_weight_in_two_linears())
+    forward, _ = both_directions(after)
+    assert [b.sym.name for b in forward] == ["te_linear_0", "te_linear_1"]
+    assert forward[0].args[1].name == forward[1].args[1].name

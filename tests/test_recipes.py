@@ -1,0 +1,192 @@
+"""Recipes: which one is in force, that every field of it counts, and that what is not supported says so."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import thunder
+import torch
+from thunder_te_exec import autocast, te_ex
+from thunder_te_exec import recipe as recipes
+from thunder_te_exec import recipe_classes
+from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams, QParams
+from torch import nn
+
+torch.manual_seed(0)
+LINEAR = nn.Linear(32, 32, bias=False)
+INPUTS = [torch.randn(32, 32) * 3.0**step for step in range(4)]
+
+
+def outputs(recipe=None, *, context=None) -> list[torch.Tensor]:
+    compiled = thunder.jit(LINEAR, executors=[te_ex], **({"te_fp8_recipe": recipe} if recipe is not None else {}))
+    found = []
+    for x in INPUTS:
+        if context is None:
+            found.append(compiled(x).detach())
+        else:
+            with autocast(recipe=context):
+                found.append(compiled(x).detach())
+    return found
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+def test_delayed_scaling_is_the_default_of_the_cpu() -> None:
+    assert same(outputs(), outputs(DelayedScaling()))
+    assert not same(outputs(), outputs(Float8CurrentScaling()))
+
+
+def test_a_context_gives_its_recipe_and_wins_over_the_option() -> None:
+    current = outputs(Float8CurrentScaling())
+    assert same(outputs(context=Float8CurrentScaling()), current)
+    assert same(outputs(DelayedScaling(), context=Float8CurrentScaling()), current)
+
+
+def current_with(**fields) -> Float8CurrentScaling:
+    recipe = Float8CurrentScaling()
+    for name, value in fields.items():
+        setattr(recipe, name, value)
+    return recipe
+
+
+@pytest.mark.parametrize(
+    "recipe, other",
+    [
+        (DelayedScaling(margin=2), DelayedScaling()),
+        (DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=3)),
+        (DelayedScaling(amax_compute_algo="most_recent"), DelayedScaling()),
+        (DelayedScaling(amax_compute_algo=lambda history: history[0] * 8), DelayedScaling()),
+        (DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: scale * 3), DelayedScaling()),
+        (current_with(fp8_quant_fwd_inp=QParams(power_2_scale=True)), Float8CurrentScaling()),
+        (current_with(fp8_quant_fwd_weight=QParams(power_2_scale=True)), Float8CurrentScaling()),
+        (current_with(fp8_quant_fwd_weight=QParams(amax_epsilon=100.0)), Float8CurrentScaling()),
+    ],
+)
+def test_every_field_counts(recipe, other) -> None:
+    # INPUTS grow: the largest and the most recent amax of a history agree unless a later one is smaller.
+    INPUTS.append(INPUTS[0])
+    INPUTS.append(INPUTS[0] * 1.01)
+    try:
+        assert not same(outputs(recipe), outputs(other))
+    finally:
+        del INPUTS[-2:]
+
+
+def test_functions_of_the_user_get_the_history_and_the_old_scale() -> None:
+    seen = []
+
+    def algo(history):
+        seen.append(history.clone())
+        return history.amax(0)
+
+    def factor(amax, scale, fp8_max, recipe):
+        seen.append((amax.clone(), scale.clone(), fp8_max, recipe.margin))
+        return fp8_max / amax
+
+    recipe = DelayedScaling(amax_history_len=5, amax_compute_algo=algo, scaling_factor_compute_algo=factor)
+    outputs(recipe)
+    history, (amax, scale, fp8_max, margin) = seen[:2]
+    assert history.shape == (5, 2) and scale.tolist() == [1.0, 1.0] and fp8_max == 448.0 and margin == 0
+    assert amax.tolist() == [INPUTS[0].abs().max().item(), LINEAR.weight.abs().max().item()]
+
+
+class Custom(recipes.Recipe):
+    """A recipe that nobody knows."""
+
+
+@pytest.mark.parametrize(
+    "recipe, error, match",
+    [
+        ("delayed", TypeError, "te_fp8_recipe: expected an instance of a recipe class .* got 'delayed' of type str"),
+        (DelayedScaling, TypeError, "got <class .*DelayedScaling'> of type type"),
+        (Custom(), NotImplementedError, "recipe Custom is not supported"),
+        (DelayedScaling(fp8_dpa=True), NotImplementedError, "DelayedScaling.fp8_dpa=True"),
+        (DelayedScaling(fp8_mha=True), NotImplementedError, "DelayedScaling.fp8_mha=True"),
+        (DelayedScaling(amax_history_len=0), NotImplementedError, "DelayedScaling.amax_history_len=0"),
+        (current_with(backward_override="dequantized"), NotImplementedError, "backward_override='dequantized'"),
+        (current_with(use_power_2_scales=True), NotImplementedError, "use_power_2_scales=True has no effect"),
+    ],
+)
+def test_what_is_not_supported_raises_when_compiling_by_name(recipe, error, match) -> None:
+    compiled = thunder.jit(LINEAR, executors=[te_ex], te_fp8_recipe=recipe)
+    with pytest.raises(error, match=match):
+        compiled(INPUTS[0])
+
+
+def test_an_algorithm_that_does_not_exist_raises_by_name() -> None:
+    recipe = DelayedScaling()
+    recipe.amax_compute_algo = "median"
+    with pytest.raises(NotImplementedError, match="DelayedScaling.amax_compute_algo='median'"):
+        outputs(recipe)
+
+
+def test_pure_e5m2_is_refused_as_by_transformer_engine() -> None:
+    for recipe in (DelayedScaling, Float8CurrentScaling):
+        with pytest.raises(AssertionError, match="Pure E5M2 training is not supported"):
+            recipe(fp8_format=Format.E5M2)
+
+
+@pytest.mark.parametrize(
+    "called_under",
+    [
+        lambda: autocast(recipe=Float8CurrentScaling()),
+        lambda: autocast(recipe=DelayedScaling(margin=1)),
+        lambda: autocast(enabled=False),
+    ],
+    ids=("another recipe", "another margin", "not enabled"),
+)
+def test_a_call_under_another_recipe_than_the_compiled_one_raises(called_under) -> None:
+    compiled = thunder.jit(LINEAR, executors=[te_ex], te_fp8_recipe=DelayedScaling())
+    compiled(INPUTS[0])
+    with called_under(), pytest.raises(RuntimeError, match="compiled by thunder_te_exec for .*DelayedScaling"):
+        compiled(INPUTS[0])
+    compiled(INPUTS[0])
+
+
+def test_a_recipe_that_is_changed_after_compiling_raises() -> None:
+    recipe = DelayedScaling()
+    compiled = thunder.jit(LINEAR, executors=[te_ex], te_fp8_recipe=recipe)
+    compiled(INPUTS[0])
+    recipe.margin = 3
+    with pytest.raises(RuntimeError, match="one thunder.jit of the module or function for each recipe"):
+        compiled(INPUTS[0])
+
+
+def test_an_equal_recipe_object_is_the_same_recipe() -> None:
+    compiled = thunder.jit(LINEAR, executors=[te_ex])
+    for x in INPUTS:
+        with autocast(recipe=DelayedScaling(amax_history_len=8)):
+            compiled(x)
+
+
+def test_contexts_nest_and_the_innermost_holds() -> None:
+    from thunder_te_exec.autocast import active_context
+
+    outer, inner = DelayedScaling(), Float8CurrentScaling()
+    assert active_context() is None
+    with autocast(recipe=outer):
+        with autocast(enabled=False), autocast(recipe=inner):
+            assert active_context().enabled and active_context().recipe is inner
+        assert active_context().recipe is outer
+    assert active_context() is None
+
+
+def test_own_recipe_classes_have_the_fields_and_defaults_of_transformer_engine_2_20() -> None:
+    delayed = {f.name: f.default for f in dataclasses.fields(recipe_classes.DelayedScaling)}
+    assert delayed == {
+        "margin": 0,
+        "fp8_format": recipe_classes.Format.HYBRID,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+        "scaling_factor_compute_algo": None,
+        "reduce_amax": True,
+        "fp8_dpa": False,
+        "fp8_mha": False,
+        "backward_override": None,
+    }
+    current = recipe_classes.Float8CurrentScaling()
+    assert not current.fp8_gemm_fprop.use_split_accumulator and current.fp8_gemm_dgrad.use_split_accumulator
+    assert current.fp8_gemm_wgrad == MMParams() and current.fp8_quant_bwd_grad == QParams()
