@@ -74,7 +74,7 @@ def test_an_infinity_saturates_and_a_scale_that_it_would_spoil_stays(value) -> N
     x = torch.tensor([[1.0, value]])
     q = backend.quantizer(recipe, TensorRole.INPUT, group.slot(0), CPU, rowwise=True, columnwise=False)(x)
     assert E4M3_VALUES[q.rowwise.long()].tolist() == [[2.0, 448.0 if value > 0 else -448.0]]
-    backend.update_scales(group, recipe, forward=True)
+    backend.update_scales(group, recipe)
     assert group.scale.item() == 2.0 and group.history[-1, 0].item() == float("inf")
     # Current scaling has no earlier scale to keep: it falls back to 1.
     current = Float8CurrentScaling()

@@ -40,7 +40,7 @@ LAYERS = (
     ("passes",),
     ("names", "state"),
     ("backends",),
-    ("settings", "claim", "linear", "forward_context"),
+    ("settings", "claim", "linear", "forward_context", "binding"),
     ("executor",),
     ("report", "__init__"),
 )

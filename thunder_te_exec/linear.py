@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from thunder_te_exec.autocast import active_context
-from thunder_te_exec.backends import Backend
 from thunder_te_exec.recipe import Gemm, TensorRole, fp8_dtype, same_recipe, use_split_accumulator
 from thunder_te_exec.settings import Settings, recipe_in_force
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
 from thunder_te_exec.symbols import Wanted
 
-__all__ = ["Fp8ForwardContext", "Fp8Linear", "fp8_linear_backward", "make_sync"]
+__all__ = ["Fp8ForwardContext", "Fp8Linear", "ScaleUpdate", "fp8_linear_backward"]
 
 Saved = tuple[torch.Tensor, ...]
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -29,25 +28,19 @@ class Fp8Linear:
     """The implementation of one ``te_linear_N``, and the context that its backward gets.
 
     Args:
-        backend: runs it.
-        recipe: how it is quantized.
-        slots: delayed-scaling state of the input, the weight and the output's gradient; None under current scaling.
+        settings: backend and recipe.
+        slots: delayed-scaling state of the input, the weight and the output's gradient; empty under current scaling.
         device: of all operands.
         dtype: of the input, the weight, the bias, the output and all gradients.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        recipe: Any,
-        slots: tuple[AmaxSlot, AmaxSlot, AmaxSlot] | None,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, settings: Settings, slots: dict[TensorRole, AmaxSlot], device: torch.device, dtype: torch.dtype
     ) -> None:
-        slot_of = dict(zip(TensorRole, slots or (None, None, None)))
+        backend, recipe = settings.backend, settings.recipe
 
         def quantizer(role: TensorRole, rowwise: bool, columnwise: bool) -> Any:
-            return backend.quantizer(recipe, role, slot_of[role], device, rowwise=rowwise, columnwise=columnwise)
+            return backend.quantizer(recipe, role, slots.get(role), device, rowwise=rowwise, columnwise=columnwise)
 
         def gemm(which: Gemm, a: TensorRole, b: TensorRole) -> Any:
             split = use_split_accumulator(recipe, which)
@@ -121,18 +114,43 @@ def fp8_linear_backward(
     return ctx.backward(a_shape, saved, grad_output, wanted)
 
 
+class ScaleUpdate:
+    """Takes the amaxes of one group into its scales; under a recipe that reduces them, over all processes."""
+
+    def __init__(self, settings: Settings, group: AmaxGroup) -> None:
+        self._recipe, self._backend = settings.recipe, settings.backend
+        self._process_group = settings.amax_reduction_group
+        self._group = group
+
+    def __call__(self) -> None:
+        if self._recipe.reduce_amax and _is_distributed(self._process_group):
+            torch.distributed.all_reduce(
+                self._group.history[0], op=torch.distributed.ReduceOp.MAX, group=self._process_group
+            )
+        self._backend.update_scales(self._group, self._recipe)
+
+
+def _is_distributed(process_group: Any) -> bool:
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
+
+
 class Fp8ForwardContext:
     """The FP8 context that a forward trace runs in; the trace shows it as ``te_fp8_recipe``.
 
     It stands for the recipe that is active when the trace is called, checks that this is the one that the trace was
     compiled for, and updates the forward's scales on exit.
+
+    Args:
+        settings: what the trace was compiled for, by device.
+        option: the ``te_fp8_recipe`` option of ``thunder.jit``.
+        updates: the forward's scale updates.
     """
 
-    def __init__(self, settings: Settings, option: Any, device: torch.device, groups: Sequence[AmaxGroup]) -> None:
+    def __init__(self, settings: dict[torch.device, Settings], option: Any, updates: Sequence[ScaleUpdate]) -> None:
         self._settings = settings
         self._option = option
-        self._device = device
-        self._sync = make_sync(settings, groups, forward=True)
+        self._updates = tuple(updates)
 
     def decorate(self, computation: Callable[..., Any]) -> Callable[..., Any]:
         """``computation`` inside this context."""
@@ -143,40 +161,20 @@ class Fp8ForwardContext:
             out = computation(*args, **kwargs)
             # As te.autocast: what runs without gradients does not move the scales.
             if torch.is_grad_enabled():
-                self._sync()
+                for update in self._updates:
+                    update()
             return out
 
         return in_fp8
 
     def _check_active_recipe(self) -> None:
         context = active_context()
-        enabled = context is None or context.enabled
-        if enabled and same_recipe(recipe_in_force(context, self._option, self._device), self._settings.recipe):
-            return
-        found = "autocast(enabled=False)" if not enabled else repr(recipe_in_force(context, self._option, self._device))
-        raise RuntimeError(
-            f"this function was compiled by thunder_te_exec for {self._settings.recipe!r} and is called under {found}: "
-            f"use one thunder.jit of the module or function for each recipe"
-        )
-
-
-def make_sync(settings: Settings, groups: Sequence[AmaxGroup], *, forward: bool) -> Callable[[], None]:
-    """A function that reduces the amaxes of ``groups`` over processes, where asked for, and updates their scales."""
-    if not groups:
-        return lambda: None
-    recipe, backend, process_group = settings.recipe, settings.backend, settings.amax_reduction_group
-
-    def sync() -> None:
-        for group in groups:
-            if recipe.reduce_amax and _is_distributed(process_group):
-                torch.distributed.all_reduce(
-                    group.history[0], op=torch.distributed.ReduceOp.MAX, group=process_group
+        for device, settings in self._settings.items():
+            recipe = recipe_in_force(context, self._option, device)
+            enabled = context is None or context.enabled
+            if not enabled or not same_recipe(recipe, settings.recipe):
+                raise RuntimeError(
+                    f"this function was compiled by thunder_te_exec for {settings.recipe!r} and is called under "
+                    f"{recipe if enabled else 'autocast(enabled=False)'!r}: use one thunder.jit of the module or "
+                    f"function for each recipe"
                 )
-            backend.update_scales(group, recipe, forward=forward)
-
-    return sync
-
-
-def _is_distributed(process_group: Any) -> bool:
-    dist = torch.distributed
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1

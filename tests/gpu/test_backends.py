@@ -76,7 +76,7 @@ def test_scale_updates_are_equal_bit_for_bit(length, algo, margin) -> None:
         amaxes[3] = float("nan") if step == 2 else 2.0
         for backend, group in zip((TE, REFERENCE), groups):
             group.history[0].copy_(amaxes)
-            backend.update_scales(group, recipe, forward=True)
+            backend.update_scales(group, recipe)
         assert torch.equal(groups[0].scale, groups[1].scale)
         assert torch.equal(groups[0].history.nan_to_num(-1), groups[1].history.nan_to_num(-1))
 

@@ -82,5 +82,5 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def update_scales(self, group: AmaxGroup, recipe: Any, *, forward: bool) -> None:
+    def update_scales(self, group: AmaxGroup, recipe: Any) -> None:
         """Delayed scaling: take this step's amaxes into the history and compute the next step's scales, in place."""

@@ -98,7 +98,7 @@ class ReferenceBackend(Backend):
 
         return gemm
 
-    def update_scales(self, group: AmaxGroup, recipe: Any, *, forward: bool) -> None:
+    def update_scales(self, group: AmaxGroup, recipe: Any) -> None:
         update_scales_unfused(group, recipe)
 
 

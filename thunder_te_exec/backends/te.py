@@ -98,7 +98,7 @@ class TransformerEngineBackend(Backend):
 
         return gemm
 
-    def update_scales(self, group: AmaxGroup, recipe: Any, *, forward: bool) -> None:
+    def update_scales(self, group: AmaxGroup, recipe: Any) -> None:
         if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
             update_scales_unfused(group, recipe)
             return

@@ -1,0 +1,115 @@
+"""Binding: gives every numbered linear of a trace, and the scale updates, what they run.
+
+The last step of compiling, and the only one that knows state and backends. It rewrites nothing: it sets what symbols
+call. Whatever a call would have to look up (recipe, scales, quantizers, GEMM options) is looked up here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from thunder_te_exec import compat
+
+from thunder.core.devices import to_torch_device
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
+from thunder.core.trace import TraceCtx
+
+from thunder_te_exec import forward_context
+from thunder_te_exec.linear import Fp8ForwardContext, Fp8Linear, ScaleUpdate
+from thunder_te_exec.passes.rewrite import with_bound_symbols
+from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype
+from thunder_te_exec.settings import Settings
+from thunder_te_exec.state import AmaxSlot, Fp8State, LinearKey
+from thunder_te_exec.symbols import is_te_linear, te_sync_fp8_meta_bwd
+
+__all__ = ["bind"]
+
+_FORWARD = (TensorRole.INPUT, TensorRole.WEIGHT)
+_BACKWARD = (TensorRole.GRAD_OUTPUT,)
+
+
+def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol]) -> TraceCtx:
+    """Bind the linears and scale updates of ``trace``. ``bound(symbol, fn)`` gives the symbol that runs ``fn``."""
+    compile_data, compile_stats = compat.current_compilation()
+    state = Fp8State.of(compile_data)
+    linears: dict[str, BoundSymbol] = {}  # by name, the first run of each: a recomputation has the same name
+    for bsym in filter(is_te_linear, trace.bound_symbols):
+        linears.setdefault(bsym.sym.name, bsym)
+    keys = _keys(linears, trace, state, compile_stats)
+    settings = {device: Settings.current(compile_data, device) for device in map(_device, linears.values())}
+
+    updates_forward: list[ScaleUpdate] = []
+    updates_backward: list[ScaleUpdate] = []
+    slots: dict[str, dict[TensorRole, AmaxSlot]] = {name: {} for name in linears}
+    for device, chosen in settings.items():
+        here = {name: bsym for name, bsym in linears.items() if _device(bsym) == device}
+        for roles, updates in ((_FORWARD, updates_forward), (_BACKWARD, updates_backward)):
+            updates += _take_slots(state, chosen, roles, {name: keys[name] for name in here}, device, slots)
+
+    ops = {
+        name: Fp8Linear(
+            settings[_device(bsym)], slots[name], _device(bsym), to_torch_dtype(bsym.args[0].dtype)
+        )
+        for name, bsym in linears.items()
+    }
+    context = Fp8ForwardContext(settings, compile_data.compile_options.get("te_fp8_recipe"), updates_forward)
+
+    def run_backward_updates() -> None:
+        for update in updates_backward:
+            update()
+
+    def rebind(bsym: BoundSymbol) -> BoundSymbol:
+        if is_te_linear(bsym):
+            in_forward = BoundSymbolTag.BACKWARD not in bsym.tags
+            return bsym.from_bsym(
+                sym=bound(bsym.sym, ops[bsym.sym.name]),
+                _import_ctx={"transformer_engine": forward_context} if in_forward else {},
+                _object_ctx={"te_fp8_recipe": context} if in_forward else {},
+            )
+        if bsym.sym == te_sync_fp8_meta_bwd:
+            return bsym.from_bsym(sym=bound(bsym.sym, run_backward_updates))
+        return bsym
+
+    return with_bound_symbols(trace, map(rebind, trace.bound_symbols), "Binding of FP8 linears")
+
+
+def _device(bsym: BoundSymbol) -> torch.device:
+    return to_torch_device(bsym.args[0].device)
+
+
+def _keys(
+    linears: dict[str, BoundSymbol], trace: TraceCtx, state: Fp8State, compile_stats: Any
+) -> dict[str, LinearKey]:
+    """Who each linear is beyond this trace: its weight, and which use of the weight it is."""
+    uses: dict[str, int] = {}
+    keys = {}
+    for name, bsym in linears.items():
+        weight = state.names.of(bsym.args[1], trace, compile_stats.last_prologue_traces[-1])
+        keys[name] = LinearKey(weight, uses.setdefault(weight, 0))
+        uses[weight] += 1
+    return keys
+
+
+def _take_slots(
+    state: Fp8State,
+    settings: Settings,
+    roles: Sequence[TensorRole],
+    keys: dict[str, LinearKey],
+    device: torch.device,
+    slots: dict[str, dict[TensorRole, AmaxSlot]],
+) -> list[ScaleUpdate]:
+    """Put the delayed-scaling slots of ``roles`` of the linears in ``keys`` into ``slots``; returns their updates."""
+    if not isinstance(settings.recipe, DelayedScaling):
+        return []
+    wanted = [(name, role) for role in roles for name in keys]
+    found, groups = state.delayed_scaling_slots(
+        [(keys[name], role, fp8_dtype(settings.recipe, role), device) for name, role in wanted],
+        settings.recipe.amax_history_len,
+    )
+    for (name, role), slot in zip(wanted, found):
+        slots[name][role] = slot
+    return [ScaleUpdate(settings, group) for group in groups]
