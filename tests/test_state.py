@@ -65,6 +65,23 @@ def test_two_uses_of_a_weight_have_state_of_their_own() -> None:
             oracle.end_of_forward()
 
 
+def test_a_computed_weight_keeps_its_state_in_another_trace() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.ones(32, 32))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.a * 2) + nn.functional.linear(x, self.b * 1000)
+
+    recipe = DelayedScaling(amax_history_len=1)
+    compiled = thunder.jit(Scaled(), executors=[te_ex], te_fp8_recipe=recipe)
+    for _ in range(2):
+        y = compiled(X)
+    with torch.no_grad():
+        assert torch.equal(compiled(X), y)
+
+
 def test_two_jitted_functions_of_one_module_have_state_of_their_own() -> None:
     linear = nn.Linear(32, 32, bias=False)
     one, other = (thunder.jit(linear, executors=[te_ex]) for _ in range(2))

@@ -88,7 +88,8 @@ def _keys(
     uses: dict[str, int] = {}
     keys = {}
     for name, bsym in linears.items():
-        weight = state.names.of(bsym.args[1], trace, compile_stats.last_prologue_traces[-1])
+        # A computed weight has no name beyond its trace: its linear's place in the order of linears stands for it.
+        weight = state.names.of(bsym.args[1], trace, compile_stats.last_prologue_traces[-1]) or name
         keys[name] = LinearKey(weight, uses.setdefault(weight, 0))
         uses[weight] += 1
     return keys

@@ -30,7 +30,8 @@ class Claim:
     """A decision about one linear.
 
     Attributes:
-        weight: fully qualified name of the weight parameter.
+        weight: fully qualified name of the weight parameter; for a jitted function the argument's name, for a weight
+            that is computed in the program "computed (its name in the trace)".
         weight_shape: (out_features, in_features).
         input_shape: shape of the input, (..., in_features).
         claimed: whether it runs in FP8.
@@ -68,7 +69,7 @@ def decide(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -> Claim | 
         return None
     state = Fp8State.of(cd)
     settings = Settings.current(cd, to_torch_device(a.device))
-    weight = state.names.of(w, cs.last_traces[-1], cs.last_prologue_traces[-1])
+    weight = state.names.of(w, cs.last_traces[-1], cs.last_prologue_traces[-1]) or f"computed ({w.name})"
     key = (weight, _signature(a), _signature(w), _signature(bias), settings.key)
     if key not in state.claims:
         if not state.claims:

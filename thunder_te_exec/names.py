@@ -55,20 +55,21 @@ class WeightNames:
         self._prologue: weakref.ref[TraceCtx] | None = None
         self._parameters: dict[str, str] = {}
 
-    def of(self, weight: TensorProxy, trace: TraceCtx, prologue: TraceCtx) -> str:
-        """Name of ``weight``, a proxy of ``trace``.
+    def of(self, weight: TensorProxy, trace: TraceCtx, prologue: TraceCtx) -> str | None:
+        """Name of ``weight``, a proxy of ``trace``, that is the same in every trace of the function.
 
         The parameter's fully qualified name (``layers.0.q_proj.weight``) for a module's parameter and for what casts,
-        transposes or gathers it; else the proxy's own name, which for a jitted function is its argument's.
+        transposes or gathers it; the proxy's own name for an argument of a jitted function; None for a weight that is
+        computed from others.
         """
         self._read(trace, prologue)
         while weight.name not in self._parameters:
             producer = self._producers.get(weight.name)
-            if producer is None or producer.sym.id not in _TRANSPARENT_IDS:
+            if producer is None or producer.sym.id is prims.PrimIDs.UNPACK_TRIVIAL:
                 return weight.name
             source = next((p for p in producer.flat_proxy_args if isinstance(p, TensorProxy)), None)
-            if source is None or source.name == weight.name:
-                return weight.name
+            if producer.sym.id not in _TRANSPARENT_IDS or source is None or source.name == weight.name:
+                return None
             weight = source
         return self._parameters[weight.name]
 
