@@ -30,6 +30,15 @@ for _name in _NAMED_TENSOR_METHODS:
     if not hasattr(torch.Tensor, _name):
         setattr(torch.Tensor, _name, _absent_method(_name))
 
+if not hasattr(torch.autograd.Function.apply, "__func__"):
+    # torch 2.14 has it in C; thunder looks for the function of a Python classmethod, to trace calls of it.
+    _apply = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return _apply.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)
+
 if torch.__version__ >= (2, 13) and importlib.util.find_spec("torch.fx._lazy_graph_module"):
     # thunderfx traces into a graph module that torch 2.13 recompiles lazily while it is being traced.
     import torch.fx._lazy_graph_module as _lazy
