@@ -6,8 +6,7 @@ import pytest
 import thunder
 import torch
 from programs import LoraLinear
-from thunder_te_exec import Claim, autocast, claims, te_ex
-from thunder_te_exec.claim import is_thin
+from thunder_te_exec import Claim, autocast, claims, is_thin, te_ex
 from torch import nn
 from traces import forward_linears, jitted
 

@@ -3,8 +3,8 @@
 from thunder_te_exec import compat  # noqa: F401  (first: prepares torch for `import thunder`)
 from thunder_te_exec import recipe
 from thunder_te_exec.autocast import autocast
-from thunder_te_exec.claim import Claim
+from thunder_te_exec.claim import Claim, is_thin
 from thunder_te_exec.executor import te_ex
 from thunder_te_exec.report import claims
 
-__all__ = ["Claim", "autocast", "claims", "recipe", "te_ex"]
+__all__ = ["Claim", "autocast", "claims", "is_thin", "recipe", "te_ex"]

@@ -16,7 +16,7 @@ from thunder_te_exec.names import check_parameter_names
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import Fp8State
 
-__all__ = ["Claim", "decide"]
+__all__ = ["Claim", "decide", "is_thin"]
 
 #: FP8 GEMMs read each operand along the contraction in 16-byte units, in each of the three products: rows of the
 #: input, input features and output features are all contracted over once.
@@ -91,10 +91,14 @@ def _why_not(
     if settings.backend is None:
         settings.warn_no_backend(state)
         return settings.why_no_backend
-    return _why_not_tensors(a, w, bias) or _why_not_shape(a, w) or _why_not_worth(w, name, settings.te_filter)
+    return _why_not_tensors(a, w, bias) or _why_not_worth(w, name, settings.te_filter) or _why_not_shape(a, w)
 
 
 def _why_not_tensors(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -> str | None:
+    if w.ndim != 2 or a.ndim < 1:
+        return f"weight of rank {w.ndim} and input of rank {a.ndim}: expected a matrix and at least a vector"
+    if not all(type(dim) is int for dim in (*a.shape, *w.shape)):
+        return "symbolic shapes"
     tensors = [t for t in (a, w, bias) if t is not None]
     if len({t.device for t in tensors}) > 1:
         return f"operands on different devices: {', '.join(str(t.device) for t in tensors)}"
@@ -104,10 +108,6 @@ def _why_not_tensors(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -
 
 
 def _why_not_shape(a: TensorProxy, w: TensorProxy) -> str | None:
-    if w.ndim != 2 or a.ndim < 1:
-        return f"weight of rank {w.ndim} and input of rank {a.ndim}: expected a matrix and at least a vector"
-    if not all(type(dim) is int for dim in (*a.shape, *w.shape)):
-        return "symbolic shapes"
     rows = 1
     for dim in a.shape[:-1]:
         rows *= dim
