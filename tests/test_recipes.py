@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -129,30 +130,74 @@ def test_pure_e5m2_is_refused_as_by_transformer_engine() -> None:
             recipe(fp8_format=Format.E5M2)
 
 
-@pytest.mark.parametrize(
-    "called_under",
-    [
-        lambda: autocast(recipe=Float8CurrentScaling()),
-        lambda: autocast(recipe=DelayedScaling(margin=1)),
-        lambda: autocast(enabled=False),
-    ],
-    ids=("another recipe", "another margin", "not enabled"),
-)
-def test_a_call_under_another_recipe_than_the_compiled_one_raises(called_under) -> None:
-    compiled = thunder.jit(LINEAR, executors=[te_ex], te_fp8_recipe=DelayedScaling())
-    compiled(INPUTS[0])
-    with called_under(), pytest.raises(RuntimeError, match="compiled by thunder_te_exec for .*DelayedScaling"):
-        compiled(INPUTS[0])
-    compiled(INPUTS[0])
+CONTEXTS = {
+    "delayed": lambda: autocast(recipe=DelayedScaling(amax_history_len=2)),
+    "delayed with a margin": lambda: autocast(recipe=DelayedScaling(amax_history_len=2, margin=1)),
+    "current": lambda: autocast(recipe=Float8CurrentScaling()),
+    "not enabled": lambda: autocast(enabled=False),
+    "none": contextlib.nullcontext,
+}
 
 
-def test_a_recipe_that_is_changed_after_compiling_raises() -> None:
+def steps(compiled, linear: nn.Linear, contexts: list[str]) -> dict[str, list[torch.Tensor]]:
+    """Outputs and gradients of one step under each of ``contexts``, in turn; backward runs outside of all."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for n, name in enumerate(contexts):
+        x = (INPUTS[n % 4] + n).requires_grad_()
+        linear.weight.grad = None
+        with CONTEXTS[name]():
+            y = compiled(x)
+        y.backward(torch.full_like(y, 1.0 + n))
+        found.setdefault(name, []).extend((y.detach(), x.grad, linear.weight.grad))
+    return found
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_under_every_context_a_compiled_function_does_what_one_compiled_there_does(name) -> None:
+    order = ["delayed", "current", "not enabled", "none", "delayed with a margin"] * 3
+    linear = nn.Linear(32, 32, bias=False)
+    everywhere = steps(thunder.jit(linear, executors=[te_ex]), linear, order)[name]
+    only_here = thunder.jit(linear, executors=[te_ex])
+    alone = []
+    for n, context in enumerate(order):
+        if context == name:
+            x = (INPUTS[n % 4] + n).requires_grad_()
+            linear.weight.grad = None
+            with CONTEXTS[name]():
+                y = only_here(x)
+                y.backward(torch.full_like(y, 1.0 + n))
+            alone += [y.detach(), x.grad, linear.weight.grad]
+    if "delayed" not in name and name != "none":  # delayed scaling shares its scales between contexts
+        assert same(everywhere, alone)
+    if name == "not enabled":
+        assert torch.equal(everywhere[0], linear(INPUTS[2] + 2))
+
+
+def test_a_context_is_compiled_for_once() -> None:
+    compiled = thunder.jit(LINEAR, executors=[te_ex])
+    for _ in range(3):
+        for context in CONTEXTS.values():
+            with context():
+                compiled(INPUTS[0])
+    assert len(thunder.compile_stats(compiled).interpreter_cache) == len(CONTEXTS)
+
+
+def test_delayed_scalings_scales_survive_a_step_under_another_recipe() -> None:
+    recipe = DelayedScaling(amax_history_len=2)
+    compiled, steady = (thunder.jit(LINEAR, executors=[te_ex], te_fp8_recipe=recipe) for _ in range(2))
+    for x in INPUTS:
+        with autocast(recipe=Float8CurrentScaling()):
+            compiled(x * 100)
+        assert torch.equal(compiled(x), steady(x))
+
+
+def test_a_recipe_that_is_changed_is_another_recipe() -> None:
     recipe = DelayedScaling()
     compiled = thunder.jit(LINEAR, executors=[te_ex], te_fp8_recipe=recipe)
     compiled(INPUTS[0])
     recipe.margin = 3
-    with pytest.raises(RuntimeError, match="one thunder.jit of the module or function for each recipe"):
-        compiled(INPUTS[0])
+    compiled(INPUTS[0])
+    assert len(thunder.compile_stats(compiled).interpreter_cache) == 2
 
 
 def test_an_equal_recipe_object_is_the_same_recipe() -> None:

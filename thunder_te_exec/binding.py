@@ -56,7 +56,7 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
         )
         for name, bsym in linears.items()
     }
-    context = Fp8ForwardContext(settings, compile_data.compile_options.get("te_fp8_recipe"), updates_forward)
+    context = Fp8ForwardContext(updates_forward)
 
     def run_backward_updates() -> None:
         for update in updates_backward:

@@ -12,6 +12,7 @@ from thunder.core import dtypes
 from thunder.core.devices import to_torch_device
 from thunder.core.proxies import TensorProxy
 
+from thunder_te_exec.cache import EntriesByContext
 from thunder_te_exec.names import check_parameter_names
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import Fp8State
@@ -68,7 +69,9 @@ def decide(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -> Claim | 
     if cd is None or not (isinstance(a, TensorProxy) and isinstance(w, TensorProxy)):
         return None
     state = Fp8State.of(cd)
-    settings = Settings.current(cd, to_torch_device(a.device))
+    device = to_torch_device(a.device)
+    settings = Settings.current(cd, device)
+    EntriesByContext.of(cd, cs).depends_on(cs.last_traces, device, settings)
     weight = state.names.of(w, cs.last_traces[-1], cs.last_prologue_traces[-1]) or f"computed ({w.name})"
     key = (weight, _signature(a), _signature(w), _signature(bias), settings.key)
     if key not in state.claims:

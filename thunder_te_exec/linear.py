@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from thunder_te_exec.autocast import active_context
-from thunder_te_exec.recipe import Gemm, TensorRole, fp8_dtype, same_recipe, use_split_accumulator
-from thunder_te_exec.settings import Settings, recipe_in_force
+from thunder_te_exec.recipe import Gemm, TensorRole, fp8_dtype, use_split_accumulator
+from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
 from thunder_te_exec.symbols import Wanted
 
@@ -138,18 +137,11 @@ def _is_distributed(process_group: Any) -> bool:
 class Fp8ForwardContext:
     """The FP8 context that a forward trace runs in; the trace shows it as ``te_fp8_recipe``.
 
-    It stands for the recipe that is active when the trace is called, checks that this is the one that the trace was
-    compiled for, and updates the forward's scales on exit.
-
-    Args:
-        settings: what the trace was compiled for, by device.
-        option: the ``te_fp8_recipe`` option of ``thunder.jit``.
-        updates: the forward's scale updates.
+    On exit it updates the forward's scales. That the recipe is the active one was seen to when thunder chose the trace
+    (``thunder_te_exec.cache``).
     """
 
-    def __init__(self, settings: dict[torch.device, Settings], option: Any, updates: Sequence[ScaleUpdate]) -> None:
-        self._settings = settings
-        self._option = option
+    def __init__(self, updates: Sequence[ScaleUpdate]) -> None:
         self._updates = tuple(updates)
 
     def decorate(self, computation: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +149,6 @@ class Fp8ForwardContext:
 
         @functools.wraps(computation)
         def in_fp8(*args: Any, **kwargs: Any) -> Any:
-            self._check_active_recipe()
             out = computation(*args, **kwargs)
             # As te.autocast: what runs without gradients does not move the scales.
             if torch.is_grad_enabled():
@@ -166,15 +157,3 @@ class Fp8ForwardContext:
             return out
 
         return in_fp8
-
-    def _check_active_recipe(self) -> None:
-        context = active_context()
-        for device, settings in self._settings.items():
-            recipe = recipe_in_force(context, self._option, device)
-            enabled = context is None or context.enabled
-            if not enabled or not same_recipe(recipe, settings.recipe):
-                raise RuntimeError(
-                    f"this function was compiled by thunder_te_exec for {settings.recipe!r} and is called under "
-                    f"{recipe if enabled else 'autocast(enabled=False)'!r}: use one thunder.jit of the module or "
-                    f"function for each recipe"
-                )

@@ -13,7 +13,7 @@ import torch
 from thunder_te_exec import compat
 from thunder_te_exec.autocast import Fp8Context, active_context, default_recipe
 from thunder_te_exec.backends import BACKENDS, Backend, default_backend
-from thunder_te_exec.recipe import check_supported
+from thunder_te_exec.recipe import check_supported, same_recipe
 from thunder_te_exec.state import Fp8State
 
 __all__ = ["Settings"]
@@ -63,6 +63,16 @@ class Settings:
         backend, why = _backend(options["te_backend"], device)
         group = context.amax_reduction_group if context is not None else None
         return cls(enabled, copy.copy(recipe), group, backend, why, te_filter)
+
+    def hold_under(self, context: Fp8Context | None, option: Any, device: torch.device) -> bool:
+        """Whether a compilation under ``context`` would have these settings, the options being what they are."""
+        enabled = context is None or context.enabled
+        if not (enabled and self.enabled):
+            return enabled == self.enabled
+        group = context.amax_reduction_group if context is not None else None
+        return group is self.amax_reduction_group and same_recipe(
+            recipe_in_force(context, option, device), self.recipe
+        )
 
     @property
     def key(self) -> Any:
