@@ -10,9 +10,9 @@ After: dgrad reads the weight, so the input's column-wise copy and its scale (``
     (y, (s2, s3), ctx) = te_linear(x, w, None, input_requires_grad=True, weight_requires_grad=False, ...)
     (gx, _, _) = te_functional_linear_backward(..., ctx, (s2, s3), gy, ...)
 
-A forward whose context no backward reads loses all of them and the context: ``(y, (), _) = te_linear(...)``. That is
-also what becomes of the first run of a linear that is recomputed in backward. thunder saves what the backward part of
-the trace reads, so what is dropped here is neither quantized nor kept.
+A forward whose context no backward reads loses all of them and the context: ``(y, (), _) = te_linear(...)``, as does the
+first run of a linear that is recomputed in backward. thunder saves what the backward part of the trace reads, so what
+is dropped here is neither quantized nor kept.
 """
 
 from __future__ import annotations

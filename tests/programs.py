@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 Program = tuple[nn.Module, torch.Tensor]
@@ -100,6 +101,28 @@ def a_linear_whose_output_is_detached() -> Program:
     return DetachedBranch(), _input(True)
 
 
+class Checkpointed(nn.Module):
+    """A region whose values are computed again in backward, with linears before and after it."""
+
+    def __init__(self, checkpoint: bool = True) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.region = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+        self.checkpoint = checkpoint
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.checkpoint:
+            x = torch.utils.checkpoint.checkpoint(self.region, x, use_reentrant=False)
+        else:
+            x = self.region(x)
+        return self.last(x)
+
+
+def a_checkpointed_region() -> Program:
+    return _freeze(Checkpointed(), lambda name: not name.startswith("region.0")), _input(True)
+
+
 TRAINING: tuple[Callable[[], Program], ...] = (
     every_even_linear_frozen,
     every_even_linear_frozen_with_bias,
@@ -111,4 +134,5 @@ TRAINING: tuple[Callable[[], Program], ...] = (
     one_frozen_weight_in_two_linears,
     lora_linear,
     a_linear_whose_output_is_detached,
+    a_checkpointed_region,
 )

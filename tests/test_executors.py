@@ -10,7 +10,7 @@ from thunder.executors.torch_compile import torch_compile_ex
 from thunder_te_exec import te_ex
 from thunder_te_exec.symbols import te_sync_fp8_meta_bwd
 from torch import nn
-from traces import backward_linears, flags, forward_linears, joint_trace
+from traces import backward_linears, flags, forward_linears
 
 
 class Block(nn.Module):
@@ -120,26 +120,6 @@ def test_a_function_of_linears_trains() -> None:
     compiled(x, w1, w2).sum().backward()
     assert flags(forward_linears(compiled)) == [(False, True, False), (True, False, False)]
     assert w1.grad.shape == w1.shape
-
-
-def test_recomputed_linears_keep_the_number_of_their_first_run_and_save_nothing_there() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
-
-    from thunder_te_exec.symbols import is_te_linear
-
-    _, after = joint_trace(Checkpointed(), torch.randn(16, 32))
-    linears = [b for b in after.bound_symbols if is_te_linear(b)]
-    assert [(b.sym.name, len(b.output[1])) for b in linears] == [
-        ("te_linear_0", 0),
-        ("te_linear_1", 4),
-        ("te_linear_0", 2),
-    ]
 
 
 def test_a_trace_without_a_linear_is_left_alone() -> None:

@@ -67,7 +67,7 @@ def test_a_nan_propagates_to_its_row_and_nowhere_else(recipe) -> None:
 
 @pytest.mark.parametrize("value", (float("inf"), -float("inf")))
 def test_an_infinity_saturates_and_a_scale_that_it_would_spoil_stays(value) -> None:
-    group = AmaxGroup.new(1, 4, torch.float8_e4m3fn, CPU)
+    group = AmaxGroup(1, 4, torch.float8_e4m3fn, CPU)
     group.scale.fill_(2.0)
     recipe = DelayedScaling(amax_history_len=4)
     backend = ReferenceBackend()
@@ -94,7 +94,7 @@ def test_the_quantized_bits_are_the_oracles_for_hard_numbers(columnwise, rowwise
     )
     x = hard[: len(hard) // 16 * 16].reshape(-1, 16)
     recipe = DelayedScaling()
-    group = AmaxGroup.new(1, 1, torch.float8_e4m3fn, CPU)
+    group = AmaxGroup(1, 1, torch.float8_e4m3fn, CPU)
     q = ReferenceBackend().quantizer(
         recipe, TensorRole.INPUT, group.slot(0), CPU, rowwise=rowwise, columnwise=columnwise
     )(x)

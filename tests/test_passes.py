@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import pytest
-from programs import TRAINING, every_even_linear_frozen, nothing_frozen, one_weight_in_two_linears, only_biases_trained
+from programs import (
+    TRAINING,
+    a_checkpointed_region,
+    every_even_linear_frozen,
+    nothing_frozen,
+    one_weight_in_two_linears,
+    only_biases_trained,
+)
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
-from thunder_te_exec.passes import PASSES, fewest_saved_tensors, fp8_meta_sync, needed_gradients, number_linears
-from thunder_te_exec.symbols import ctx_of, is_te_backward, is_te_linear, te_sync_fp8_meta_bwd
+from thunder_te_exec.passes import (
+    PASSES,
+    fewest_saved_tensors,
+    fp8_meta_sync,
+    needed_gradients,
+    number_linears,
+    recomputed_linears,
+)
+from thunder_te_exec.symbols import ctx_of, is_te_backward, is_te_linear, is_te_recompute, te_sync_fp8_meta_bwd
 from traces import flags, joint_trace
 
 
@@ -49,17 +63,27 @@ def numbers_linears_and_their_contexts_in_order(trace: TraceCtx) -> bool:
     )
 
 
+def recomputes_linears_as_their_first_run_did(trace: TraceCtx) -> bool:
+    contexts = {ctx_of(b).name: b.sym.name for b in trace.bound_symbols if is_te_linear(b) and ctx_of(b) is not None}
+    copies = [b for b in trace.bound_symbols if is_te_recompute(b)]
+    # thunder recomputes what backward needs again: all linears of the region but the last.
+    expected = {"te_recompute_linear_1": "te_linear_1", "te_recompute_linear_2": "te_linear_2"}
+    return {b.sym.name: contexts[b.args[3].name] for b in copies} == expected
+
+
 GUARANTEES = {
     needed_gradients: has_the_flags_of_the_wanted_gradients,
     fewest_saved_tensors: saves_what_the_flags_need,
     fp8_meta_sync: syncs_once_last_before_the_return,
     number_linears: numbers_linears_and_their_contexts_in_order,
+    recomputed_linears: recomputes_linears_as_their_first_run_did,
 }
 
 
 @pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__)
 def test_the_pass_gives_its_guarantee_and_nothing_else_does(run) -> None:
-    before, _ = joint_trace(*every_even_linear_frozen())
+    program = a_checkpointed_region if run is recomputed_linears else every_even_linear_frozen
+    before, _ = joint_trace(*program())
     assert GUARANTEES[run](rewritten(before))
     assert not GUARANTEES[run](rewritten(before, without=run))
 

@@ -15,16 +15,16 @@ from thunder_te_exec import compat
 
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
 from thunder_te_exec import forward_context
-from thunder_te_exec.linear import Fp8ForwardContext, Fp8Linear, ScaleUpdate
+from thunder_te_exec.linear import BackwardSync, Calls, Fp8ForwardContext, Fp8Linear, ScaleUpdate
 from thunder_te_exec.passes.rewrite import with_bound_symbols
 from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxSlot, Fp8State, LinearKey
-from thunder_te_exec.symbols import is_te_linear, te_sync_fp8_meta_bwd
+from thunder_te_exec.symbols import ctx_of, is_te_linear, is_te_recompute, te_sync_fp8_meta_bwd
 
 __all__ = ["bind"]
 
@@ -36,9 +36,7 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
     """Bind the linears and scale updates of ``trace``. ``bound(symbol, fn)`` gives the symbol that runs ``fn``."""
     compile_data, compile_stats = compat.current_compilation()
     state = Fp8State.of(compile_data)
-    linears: dict[str, BoundSymbol] = {}  # by name, the first run of each: a recomputation has the same name
-    for bsym in filter(is_te_linear, trace.bound_symbols):
-        linears.setdefault(bsym.sym.name, bsym)
+    linears = {b.sym.name: b for b in trace.bound_symbols if is_te_linear(b)}
     keys = _keys(linears, trace, state, compile_stats)
     settings = {device: Settings.current(compile_data, device) for device in map(_device, linears.values())}
 
@@ -50,28 +48,29 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
         for roles, updates in ((_FORWARD, updates_forward), (_BACKWARD, updates_backward)):
             updates += _take_slots(state, chosen, roles, {name: keys[name] for name in here}, device, slots)
 
+    calls = Calls()
     ops = {
         name: Fp8Linear(
-            settings[_device(bsym)], slots[name], _device(bsym), to_torch_dtype(bsym.args[0].dtype)
+            settings[_device(bsym)], slots[name], _device(bsym), to_torch_dtype(bsym.args[0].dtype), calls
         )
         for name, bsym in linears.items()
     }
-    context = Fp8ForwardContext(updates_forward)
-
-    def run_backward_updates() -> None:
-        for update in updates_backward:
-            update()
+    op_of_ctx = {ctx_of(bsym).name: ops[name] for name, bsym in linears.items() if ctx_of(bsym) is not None}
+    recomputes = any(map(is_te_recompute, trace.bound_symbols))
+    context = Fp8ForwardContext(calls, updates_forward, recomputes=recomputes)
+    sync = BackwardSync(calls, updates_backward)
 
     def rebind(bsym: BoundSymbol) -> BoundSymbol:
         if is_te_linear(bsym):
-            in_forward = BoundSymbolTag.BACKWARD not in bsym.tags
             return bsym.from_bsym(
                 sym=bound(bsym.sym, ops[bsym.sym.name]),
-                _import_ctx={"transformer_engine": forward_context} if in_forward else {},
-                _object_ctx={"te_fp8_recipe": context} if in_forward else {},
+                _import_ctx={"transformer_engine": forward_context},
+                _object_ctx={"te_fp8_recipe": context},
             )
+        if is_te_recompute(bsym):
+            return bsym.from_bsym(sym=bound(bsym.sym, op_of_ctx[bsym.args[3].name].recompute))
         if bsym.sym == te_sync_fp8_meta_bwd:
-            return bsym.from_bsym(sym=bound(bsym.sym, run_backward_updates))
+            return bsym.from_bsym(sym=bound(bsym.sym, sync))
         return bsym
 
     return with_bound_symbols(trace, map(rebind, trace.bound_symbols), "Binding of FP8 linears")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,42 +18,88 @@ from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
 from thunder_te_exec.symbols import Wanted
 
-__all__ = ["Fp8ForwardContext", "Fp8Linear", "ScaleUpdate", "fp8_linear_backward"]
+__all__ = ["BackwardSync", "Calls", "Fp8ForwardContext", "Fp8Linear", "ScaleUpdate", "fp8_linear_backward"]
 
 Saved = tuple[torch.Tensor, ...]
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
+class Call:
+    """One forward call of a function, as its backward remembers it.
+
+    Attributes:
+        forward_scales: by group, the scales that the forward was quantized with, where a linear is recomputed.
+        backward_scales: by group, the scales that gradients were quantized with; empty until a backward has run.
+    """
+
+    __slots__ = ("backward_scales", "forward_scales")
+
+    def __init__(self) -> None:
+        self.forward_scales: dict[AmaxGroup, torch.Tensor] = {}
+        self.backward_scales: dict[AmaxGroup, torch.Tensor] = {}
+
+
+@dataclass(slots=True)
+class Calls:
+    """Which call of a compiled function is running: ``forward`` its forward, ``backward`` its backward."""
+
+    forward: Call | None = None
+    backward: Call | None = None
+
+
+class LinearContext(NamedTuple):
+    """What ``ctx_te_N`` is at run time: the linear, and the call that it ran in."""
+
+    linear: Fp8Linear
+    call: Call
+
+
+class _Quantizers:
+    """The quantizers of one linear, in one set of slots."""
+
+    def __init__(self, settings: Settings, slots: dict[TensorRole, AmaxSlot], device: torch.device) -> None:
+        def make(role: TensorRole, rowwise: bool, columnwise: bool) -> Any:
+            return settings.backend.quantizer(
+                settings.recipe, role, slots.get(role), device, rowwise=rowwise, columnwise=columnwise
+            )
+
+        # Indexed by whether the gradient that reads the column-wise copy is wanted.
+        self.input = [make(TensorRole.INPUT, True, columnwise) for columnwise in (False, True)]
+        self.weight = [make(TensorRole.WEIGHT, True, columnwise) for columnwise in (False, True)]
+        # Indexed by whether dgrad and whether wgrad is wanted.
+        self.grad = {
+            (dgrad, wgrad): make(TensorRole.GRAD_OUTPUT, dgrad, wgrad)
+            for dgrad, wgrad in ((True, False), (False, True), (True, True))
+        }
+
+
 class Fp8Linear:
-    """The implementation of one ``te_linear_N``, and the context that its backward gets.
+    """The implementation of one ``te_linear_N``, of its recomputation and of its backward.
 
     Args:
         settings: backend and recipe.
         slots: delayed-scaling state of the input, the weight and the output's gradient; empty under current scaling.
         device: of all operands.
         dtype: of the input, the weight, the bias, the output and all gradients.
+        calls: says which call of the compiled function is running.
     """
 
     def __init__(
-        self, settings: Settings, slots: dict[TensorRole, AmaxSlot], device: torch.device, dtype: torch.dtype
+        self,
+        settings: Settings,
+        slots: dict[TensorRole, AmaxSlot],
+        device: torch.device,
+        dtype: torch.dtype,
+        calls: Calls,
     ) -> None:
-        backend, recipe = settings.backend, settings.recipe
-
-        def quantizer(role: TensorRole, rowwise: bool, columnwise: bool) -> Any:
-            return backend.quantizer(recipe, role, slots.get(role), device, rowwise=rowwise, columnwise=columnwise)
+        recipe = settings.recipe
 
         def gemm(which: Gemm, a: TensorRole, b: TensorRole) -> Any:
             split = use_split_accumulator(recipe, which)
-            return backend.gemm(fp8_dtype(recipe, a), fp8_dtype(recipe, b), dtype, use_split_accumulator=split)
+            return settings.backend.gemm(fp8_dtype(recipe, a), fp8_dtype(recipe, b), dtype, use_split_accumulator=split)
 
-        # Indexed by whether the gradient that reads the column-wise copy is wanted.
-        self._quantize_input = [quantizer(TensorRole.INPUT, True, columnwise) for columnwise in (False, True)]
-        self._quantize_weight = [quantizer(TensorRole.WEIGHT, True, columnwise) for columnwise in (False, True)]
-        # Indexed by whether dgrad and whether wgrad is wanted.
-        self._quantize_grad = {
-            (dgrad, wgrad): quantizer(TensorRole.GRAD_OUTPUT, dgrad, wgrad)
-            for dgrad, wgrad in ((True, False), (False, True), (True, True))
-        }
+        self._settings, self._slots, self._device, self._calls = settings, slots, device, calls
+        self._quantizers = _Quantizers(settings, slots, device)
         self._fprop = gemm(Gemm.FPROP, TensorRole.INPUT, TensorRole.WEIGHT)
         self._dgrad = gemm(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, TensorRole.WEIGHT)
         self._wgrad = gemm(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, TensorRole.INPUT)
@@ -66,23 +113,39 @@ class Fp8Linear:
         input_requires_grad: bool,
         weight_requires_grad: bool,
         bias_requires_grad: bool,
-    ) -> tuple[torch.Tensor, Saved, Fp8Linear | None]:
+    ) -> tuple[torch.Tensor, Saved, LinearContext]:
         """``a @ w.T + bias``, what its wanted gradients need (``symbols.saved_layout``), and the context."""
-        x = self._quantize_input[weight_requires_grad](_matrix(a))
-        q = self._quantize_weight[input_requires_grad](w.contiguous())
-        out = self._fprop(x.rowwise, x.scale_inv, q.rowwise, q.scale_inv, bias)
-        saved: Saved = (x.columnwise, x.scale_inv) if weight_requires_grad else ()
-        if input_requires_grad:
-            saved += (q.columnwise, q.scale_inv)
-        differentiated = input_requires_grad or weight_requires_grad or bias_requires_grad
-        return out.view(*a.shape[:-1], w.shape[0]), saved, self if differentiated else None
+        out, saved = self._forward(self._quantizers, a, w, bias, input_requires_grad, weight_requires_grad)
+        return out, saved, LinearContext(self, self._calls.forward)
 
-    def backward(self, a_shape: Sequence[int], saved: Saved, grad_output: torch.Tensor, wanted: Wanted) -> Grads:
+    def recompute(
+        self,
+        a: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        first_run: LinearContext,
+        *,
+        input_requires_grad: bool,
+        weight_requires_grad: bool,
+        bias_requires_grad: bool,
+    ) -> tuple[torch.Tensor, Saved, LinearContext]:
+        """The same again in backward, with the scales of ``first_run`` and recording no amax."""
+        quantizers = self._quantizers
+        if self._slots:
+            for group, scale in first_run.call.forward_scales.items():
+                group.load_replay(scale)
+            quantizers = self._replay
+        out, saved = self._forward(quantizers, a, w, bias, input_requires_grad, weight_requires_grad)
+        return out, saved, first_run
+
+    def backward(
+        self, call: Call, a_shape: Sequence[int], saved: Saved, grad_output: torch.Tensor, wanted: Wanted
+    ) -> Grads:
         """The wanted gradients of input, weight and bias, from what forward saved."""
         g = _matrix(grad_output)
         grad_input = grad_weight = None
         if wanted.quantizes_grad_output:
-            q = self._quantize_grad[wanted.input, wanted.weight](g)
+            q = self._quantizers_of_backward(call).grad[wanted.input, wanted.weight](g)
             if wanted.input:
                 weight, weight_scale_inv = saved[-2:]
                 grad_input = self._dgrad(q.rowwise, q.scale_inv, weight, weight_scale_inv, None).view(a_shape)
@@ -90,6 +153,36 @@ class Fp8Linear:
                 x, x_scale_inv = saved[:2]
                 grad_weight = self._wgrad(q.columnwise, q.scale_inv, x, x_scale_inv, None)
         return grad_input, grad_weight, g.sum(dim=0) if wanted.bias else None
+
+    def _forward(
+        self,
+        quantizers: _Quantizers,
+        a: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        input_requires_grad: bool,
+        weight_requires_grad: bool,
+    ) -> tuple[torch.Tensor, Saved]:
+        x = quantizers.input[weight_requires_grad](_matrix(a))
+        q = quantizers.weight[input_requires_grad](w.contiguous())
+        out = self._fprop(x.rowwise, x.scale_inv, q.rowwise, q.scale_inv, bias)
+        saved: Saved = (x.columnwise, x.scale_inv) if weight_requires_grad else ()
+        if input_requires_grad:
+            saved += (q.columnwise, q.scale_inv)
+        return out.view(*a.shape[:-1], w.shape[0]), saved
+
+    def _quantizers_of_backward(self, call: Call) -> _Quantizers:
+        self._calls.backward = call
+        if not call.backward_scales:
+            return self._quantizers
+        # backward() ran on this call before (retain_graph): the same gradients again, recording no amax.
+        for group, scale in call.backward_scales.items():
+            group.load_replay(scale)
+        return self._replay
+
+    @functools.cached_property
+    def _replay(self) -> _Quantizers:
+        return _Quantizers(self._settings, {role: slot.replay for role, slot in self._slots.items()}, self._device)
 
 
 def _matrix(t: torch.Tensor) -> torch.Tensor:
@@ -100,7 +193,7 @@ def fp8_linear_backward(
     a_shape: Sequence[int],
     w_shape: Sequence[int],
     b_shape: Sequence[int] | None,
-    ctx: Fp8Linear,
+    ctx: LinearContext,
     saved: Saved,
     grad_output: torch.Tensor,
     *,
@@ -110,7 +203,7 @@ def fp8_linear_backward(
 ) -> Grads:
     """The implementation of ``te_functional_linear_backward``."""
     wanted = Wanted(input_requires_grad, weight_requires_grad, bias_requires_grad)
-    return ctx.backward(a_shape, saved, grad_output, wanted)
+    return ctx.linear.backward(ctx.call, a_shape, saved, grad_output, wanted)
 
 
 class ScaleUpdate:
@@ -119,14 +212,14 @@ class ScaleUpdate:
     def __init__(self, settings: Settings, group: AmaxGroup) -> None:
         self._recipe, self._backend = settings.recipe, settings.backend
         self._process_group = settings.amax_reduction_group
-        self._group = group
+        self.group = group
 
     def __call__(self) -> None:
         if self._recipe.reduce_amax and _is_distributed(self._process_group):
             torch.distributed.all_reduce(
-                self._group.history[0], op=torch.distributed.ReduceOp.MAX, group=self._process_group
+                self.group.history[0], op=torch.distributed.ReduceOp.MAX, group=self._process_group
             )
-        self._backend.update_scales(self._group, self._recipe)
+        self._backend.update_scales(self.group, self._recipe)
 
 
 def _is_distributed(process_group: Any) -> bool:
@@ -139,21 +232,44 @@ class Fp8ForwardContext:
 
     On exit it updates the forward's scales. That the recipe is the active one was seen to when thunder chose the trace
     (``thunder_te_exec.cache``).
+
+    Args:
+        calls: gets a new forward call on entry.
+        updates: the forward's scale updates.
+        recomputes: whether backward runs a linear of this forward again, with its scales.
     """
 
-    def __init__(self, updates: Sequence[ScaleUpdate]) -> None:
-        self._updates = tuple(updates)
+    def __init__(self, calls: Calls, updates: Sequence[ScaleUpdate], *, recomputes: bool) -> None:
+        self._calls, self._updates, self._recomputes = calls, tuple(updates), recomputes
 
     def decorate(self, computation: Callable[..., Any]) -> Callable[..., Any]:
         """``computation`` inside this context."""
 
         @functools.wraps(computation)
         def in_fp8(*args: Any, **kwargs: Any) -> Any:
+            call = self._calls.forward = Call()
             out = computation(*args, **kwargs)
             # As te.autocast: what runs without gradients does not move the scales.
             if torch.is_grad_enabled():
                 for update in self._updates:
+                    if self._recomputes:
+                        call.forward_scales[update.group] = update.group.scale.clone()
                     update()
             return out
 
         return in_fp8
+
+
+class BackwardSync:
+    """The implementation of ``te_sync_fp8_meta_bwd``: updates the gradients' scales, once for each forward call."""
+
+    def __init__(self, calls: Calls, updates: Sequence[ScaleUpdate]) -> None:
+        self._calls, self._updates = calls, tuple(updates)
+
+    def __call__(self) -> None:
+        call = self._calls.backward
+        if call.backward_scales:
+            return
+        for update in self._updates:
+            call.backward_scales[update.group] = update.group.scale.clone()
+            update()

@@ -33,9 +33,15 @@ class AmaxSlot(NamedTuple):
 
     scale: torch.Tensor
     amax: torch.Tensor
+    group: AmaxGroup
+    index: int
+
+    @property
+    def replay(self) -> AmaxSlot:
+        """The slot of the same tensor in the group's replay."""
+        return self.group.replay.slot(self.index)
 
 
-@dataclass
 class AmaxGroup:
     """Delayed-scaling state of all tensors of one direction that were first compiled together.
 
@@ -47,17 +53,28 @@ class AmaxGroup:
         dtype: FP8 type that the tensors are quantized to.
     """
 
-    history: torch.Tensor
-    scale: torch.Tensor
-    dtype: torch.dtype
-
-    @classmethod
-    def new(cls, tensors: int, length: int, dtype: torch.dtype, device: torch.device) -> AmaxGroup:
-        history = torch.zeros(length, tensors, dtype=torch.float32, device=device)
-        return cls(history, torch.ones(tensors, dtype=torch.float32, device=device), dtype)
+    def __init__(self, tensors: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.history = torch.zeros(length, tensors, dtype=torch.float32, device=device)
+        self.scale = torch.ones(tensors, dtype=torch.float32, device=device)
+        self.dtype = dtype
+        self._replay: AmaxGroup | None = None
+        self._replayed: torch.Tensor | None = None
 
     def slot(self, i: int) -> AmaxSlot:
-        return AmaxSlot(self.scale[i : i + 1], self.history[0, i : i + 1])
+        return AmaxSlot(self.scale[i : i + 1], self.history[0, i : i + 1], self, i)
+
+    @property
+    def replay(self) -> AmaxGroup:
+        """A group of the same tensors to quantize with earlier scales in; nobody reads the amaxes that it collects."""
+        if self._replay is None:
+            self._replay = AmaxGroup(self.scale.numel(), 1, self.dtype, self.scale.device)
+        return self._replay
+
+    def load_replay(self, scale: torch.Tensor) -> None:
+        """Put ``scale``, float32 (tensors,), a copy of this group's scale at an earlier time, into the replay."""
+        if self._replayed is not scale:
+            self.replay.scale.copy_(scale)
+            self._replayed = scale
 
 
 class _SlotKey(NamedTuple):
@@ -106,7 +123,7 @@ class Fp8State:
             if key not in self._slots:
                 new.setdefault((key.dtype, key.device), []).append(key)
         for (dtype, device), members in new.items():
-            group = AmaxGroup.new(len(members), history_len, dtype, device)
+            group = AmaxGroup(len(members), history_len, dtype, device)
             self._slots.update({key: (group, group.slot(i)) for i, key in enumerate(members)})
         groups = {id(self._slots[key][0]): self._slots[key][0] for key in keys}
         return [self._slots[key][1] for key in keys], list(groups.values())

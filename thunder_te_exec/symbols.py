@@ -6,6 +6,10 @@ to two dimensions becomes::
     (y, saved, ctx) = te_linear(a, w, bias, input_requires_grad=, weight_requires_grad=, bias_requires_grad=)
     (ga, gw, gb) = te_functional_linear_backward(a.shape, w.shape, bias_shape, ctx, saved, gy, *the same keywords)
 
+A linear inside a checkpointed region runs again in backward, as its first run did: ``first_run`` is that run's context::
+
+    (y, saved, ctx) = te_recompute_linear(a, w, bias, first_run, *the same keywords)
+
 The three keywords say which gradients are wanted; they decide everything else. ``saved`` holds, in this order and only
 as far as wanted, the operands that the gradients need (:func:`saved_layout`).
 
@@ -29,9 +33,11 @@ __all__ = [
     "Wanted",
     "is_te_backward",
     "is_te_linear",
+    "is_te_recompute",
     "saved_layout",
     "te_functional_linear_backward",
     "te_linear",
+    "te_recompute_linear",
     "te_sync_fp8_meta_bwd",
 ]
 
@@ -131,6 +137,12 @@ def _te_functional_linear_backward_meta(
     )
 
 
+def _te_recompute_linear_meta(
+    a: TensorProxy, w: TensorProxy, bias: TensorProxy | None, first_run: AnyProxy, **wanted: bool
+) -> tuple[TensorProxy, tuple[TensorProxy, ...], AnyProxy | None]:
+    return _te_linear_meta(a, w, bias, **wanted)
+
+
 def _te_sync_fp8_meta_bwd_meta() -> None:
     return None
 
@@ -142,6 +154,7 @@ def _symbol(name: str, meta: Any, tags: tuple[Any, ...] = ()) -> Symbol:
 te_linear = _symbol(
     "te_linear", _te_linear_meta, (prims.OpTags.MATMUL_OP, prims.OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD)
 )
+te_recompute_linear = _symbol("te_recompute_linear", _te_recompute_linear_meta, (prims.OpTags.MATMUL_OP,))
 te_functional_linear_backward = _symbol(
     "te_functional_linear_backward", _te_functional_linear_backward_meta, (prims.OpTags.MATMUL_OP,)
 )
@@ -153,11 +166,16 @@ def is_te_linear(bsym: BoundSymbol) -> bool:
     return bsym.sym == te_linear
 
 
+def is_te_recompute(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` is the second run, in backward, of a claimed linear inside a checkpointed region."""
+    return bsym.sym == te_recompute_linear
+
+
 def is_te_backward(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` is the backward of a claimed linear."""
     return bsym.sym == te_functional_linear_backward
 
 
 def ctx_of(bsym: BoundSymbol) -> Proxy | None:
-    """The context that ties a claimed linear's backward to its forward; None for a forward that nobody differentiates."""
+    """The context that ties a claimed linear's backward to its forward; None for a forward that nothing refers to."""
     return bsym.args[3] if is_te_backward(bsym) else bsym.output[2]

@@ -52,7 +52,7 @@ def test_quantized_tensors_scales_and_amaxes_are_equal_bit_for_bit(dtype, recipe
         for rowwise, columnwise in ((True, False), (False, True), (True, True)):
             found = []
             for backend in (TE, REFERENCE):
-                group = AmaxGroup.new(3, 4, torch.float8_e4m3fn, CUDA)
+                group = AmaxGroup(3, 4, torch.float8_e4m3fn, CUDA)
                 group.scale.fill_(37.3)
                 slot = group.slot(1) if isinstance(recipe, DelayedScaling) else None
                 quantize = backend.quantizer(recipe, role, slot, CUDA, rowwise=rowwise, columnwise=columnwise)
@@ -67,7 +67,7 @@ def test_quantized_tensors_scales_and_amaxes_are_equal_bit_for_bit(dtype, recipe
 @pytest.mark.parametrize("length", (1, 3))
 def test_scale_updates_are_equal_bit_for_bit(length, algo, margin) -> None:
     recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algo, margin=margin)
-    groups = [AmaxGroup.new(64, length, torch.float8_e4m3fn, CUDA) for _ in range(2)]
+    groups = [AmaxGroup(64, length, torch.float8_e4m3fn, CUDA) for _ in range(2)]
     torch.manual_seed(0)
     for step in range(6):
         amaxes = torch.rand(64, device=CUDA) * 10.0**step

@@ -1,0 +1,117 @@
+"""Forwards and backwards that run more than once: checkpointing, retain_graph, several calls before a backward."""
+
+from __future__ import annotations
+
+import pytest
+import thunder
+import torch
+from programs import Checkpointed
+from thunder_te_exec import te_ex
+from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
+from torch import nn
+from traces import tensors_saved
+
+RECIPES = {"delayed": lambda: DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling}
+
+
+def compiled(module: nn.Module, recipe: str):
+    return thunder.jit(module, executors=[te_ex], te_fp8_recipe=RECIPES[recipe]())
+
+
+def batch(step: int, rows: int = 32) -> torch.Tensor:
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(step)) * 3.0**step
+
+
+def step(function, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    y = function(x)
+    y.backward(torch.ones_like(y))
+    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpointing_changes_no_bit_of_four_steps_and_saves_less(recipe) -> None:
+    torch.manual_seed(0)
+    plain = Checkpointed(checkpoint=False)
+    checkpointed = Checkpointed()
+    checkpointed.load_state_dict(plain.state_dict())
+    functions = [(compiled(module, recipe), module) for module in (plain, checkpointed)]
+    for n in range(4):
+        expected, found = (step(function, module, batch(n)) for function, module in functions)
+        assert same(expected, found), f"step {n}"
+    own = {p.data_ptr() for p in (*plain.parameters(), *checkpointed.parameters())}
+    kept = [
+        sum(t.nbytes for t in tensors_saved(function(batch(0))) if t.data_ptr() not in own)
+        for function, _ in functions
+    ]
+    assert kept[1] < kept[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpointed_calls_whose_backwards_come_later_and_in_reverse_use_their_own_scales(recipe) -> None:
+    torch.manual_seed(0)
+    plain = Checkpointed(checkpoint=False)
+    checkpointed = Checkpointed()
+    checkpointed.load_state_dict(plain.state_dict())
+    found = []
+    for module in (plain, checkpointed):
+        function = compiled(module, recipe)
+        inputs = [batch(n).requires_grad_() for n in range(3)]
+        outputs = [function(x) for x in inputs]
+        for y in reversed(outputs):
+            y.backward(torch.ones_like(y))
+        found.append([*(x.grad for x in inputs), *(p.grad for p in module.parameters())])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("checkpoint", (False, True), ids=("plain", "checkpointed"))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_second_backward_of_one_forward_gives_the_same_gradients_and_moves_nothing(recipe, checkpoint) -> None:
+    torch.manual_seed(0)
+    module = Checkpointed(checkpoint)
+    function, steady = compiled(module, recipe), compiled(module, recipe)
+    for n in range(3):
+        x = batch(n).requires_grad_()
+        y = function(x)
+        g = torch.full_like(y, 5.0**n)
+        leaves = [x, *module.parameters()]
+        first = torch.autograd.grad(y, leaves, g, retain_graph=True)
+        second = torch.autograd.grad(y, leaves, g, retain_graph=True)
+        assert same(list(first), list(second))
+        # A function that runs each backward once: the state is the same after.
+        once = torch.autograd.grad(steady(x), leaves, g)
+        assert same(list(first), list(once))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_second_backward_after_another_call_still_gives_the_first_gradients(recipe) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(32, 32, bias=False)
+    function = compiled(linear, recipe)
+    y = function(batch(0))
+    (first,) = torch.autograd.grad(y, [linear.weight], torch.ones_like(y), retain_graph=True)
+    step(function, linear, batch(3))
+    (again,) = torch.autograd.grad(y, [linear.weight], torch.ones_like(y))
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_calls_before_a_backward_give_the_sum_of_their_gradients(recipe) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(32, 32, bias=False)
+    function = compiled(linear, recipe)
+    a, b = function(batch(0)), function(batch(1))
+    (a + b).backward(torch.ones_like(a))
+    together = linear.weight.grad.clone()
+    linear.weight.grad = None
+    function = compiled(linear, recipe)
+    a, b = function(batch(0)), function(batch(1))
+    # autograd runs the backward of the later call first
+    b.backward(torch.ones_like(b))
+    a.backward(torch.ones_like(a))
+    assert torch.equal(linear.weight.grad, together)
