@@ -19,11 +19,12 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
 from thunder_te_exec import forward_context
+from thunder_te_exec.checkpoint import take_loaded
 from thunder_te_exec.linear import BackwardSync, Calls, Fp8ForwardContext, Fp8Linear, ScaleUpdate
 from thunder_te_exec.passes.rewrite import with_bound_symbols
-from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype
+from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype, same_recipe
 from thunder_te_exec.settings import Settings
-from thunder_te_exec.state import AmaxSlot, Fp8State, LinearKey
+from thunder_te_exec.state import AmaxSlot, Fp8State, LinearKey, SlotKey
 from thunder_te_exec.symbols import ctx_of, is_te_linear, is_te_recompute, te_sync_fp8_meta_bwd
 
 __all__ = ["bind"]
@@ -40,13 +41,19 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
     keys = _keys(linears, trace, state, compile_stats)
     settings = {device: Settings.current(compile_data, device) for device in map(_device, linears.values())}
 
+    for chosen in settings.values():
+        if not any(same_recipe(chosen.recipe, known) for known in state.recipes):
+            state.recipes.append(chosen.recipe)
+
     updates_forward: list[ScaleUpdate] = []
     updates_backward: list[ScaleUpdate] = []
     slots: dict[str, dict[TensorRole, AmaxSlot]] = {name: {} for name in linears}
+    made: list[SlotKey] = []
     for device, chosen in settings.items():
         here = {name: bsym for name, bsym in linears.items() if _device(bsym) == device}
         for roles, updates in ((_FORWARD, updates_forward), (_BACKWARD, updates_backward)):
-            updates += _take_slots(state, chosen, roles, {name: keys[name] for name in here}, device, slots)
+            updates += _take_slots(state, chosen, roles, {name: keys[name] for name in here}, device, slots, made)
+    take_loaded(state, made)
 
     calls = Calls()
     ops = {
@@ -101,15 +108,20 @@ def _take_slots(
     keys: dict[str, LinearKey],
     device: torch.device,
     slots: dict[str, dict[TensorRole, AmaxSlot]],
+    made: list[SlotKey],
 ) -> list[ScaleUpdate]:
-    """Put the delayed-scaling slots of ``roles`` of the linears in ``keys`` into ``slots``; returns their updates."""
+    """Put the delayed-scaling slots of ``roles`` of the linears in ``keys`` into ``slots``, and new ones into ``made``.
+
+    Returns their updates.
+    """
     if not isinstance(settings.recipe, DelayedScaling):
         return []
     wanted = [(name, role) for role in roles for name in keys]
-    found, groups = state.delayed_scaling_slots(
+    found, groups, new = state.delayed_scaling_slots(
         [(keys[name], role, fp8_dtype(settings.recipe, role), device) for name, role in wanted],
         settings.recipe.amax_history_len,
     )
+    made += new
     for (name, role), slot in zip(wanted, found):
         slots[name][role] = slot
     return [ScaleUpdate(settings, group) for group in groups]

@@ -124,6 +124,12 @@ def same_recipe(a: Any, b: Any) -> bool:
     return type(a) is type(b) and _fields(a) == _fields(b)
 
 
+def describe(recipe: Any) -> dict[str, str]:
+    """The recipe's class, under "recipe", and its fields, as text."""
+    fields = {name: getattr(value, "__qualname__", None) or str(value) for name, value in _fields(recipe).items()}
+    return {"recipe": type(recipe).__name__, **fields}
+
+
 def _fields(recipe: Any) -> dict[str, Any]:
     # Transformer Engine caches a repr on the instance; what is not on the instance is equal by its class.
     return {name: value for name, value in vars(recipe).items() if not name.startswith("_")}

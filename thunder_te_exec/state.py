@@ -37,6 +37,11 @@ class AmaxSlot(NamedTuple):
     index: int
 
     @property
+    def history(self) -> torch.Tensor:
+        """The tensor's amax history, float32 (amax_history_len,), a view."""
+        return self.group.history[:, self.index]
+
+    @property
     def replay(self) -> AmaxSlot:
         """The slot of the same tensor in the group's replay."""
         return self.group.replay.slot(self.index)
@@ -77,7 +82,7 @@ class AmaxGroup:
             self._replayed = scale
 
 
-class _SlotKey(NamedTuple):
+class SlotKey(NamedTuple):
     linear: LinearKey
     role: TensorRole
     length: int
@@ -93,12 +98,18 @@ class Fp8State:
         names: maps a trace's weights to the parameters they come from.
         claims: decision for each linear that was looked at, with its reason (``thunder_te_exec.claim``).
         warned: warnings already given, each at most once a jitted function.
+        slots: delayed-scaling state of every tensor that has been compiled.
+        recipes: those that the function has been compiled for, each once.
+        loaded: entries of a checkpoint that was loaded before the first compilation, for the slots that it will make,
+            and whether all of them must be there.
     """
 
     names: WeightNames = field(default_factory=WeightNames)
     claims: dict[Any, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
-    _slots: dict[_SlotKey, tuple[AmaxGroup, AmaxSlot]] = field(default_factory=dict)
+    slots: dict[SlotKey, AmaxSlot] = field(default_factory=dict)
+    recipes: list[Any] = field(default_factory=list)
+    loaded: tuple[dict[str, torch.Tensor], bool] | None = None
 
     @classmethod
     def of(cls, compile_data: Any) -> Fp8State:
@@ -109,21 +120,22 @@ class Fp8State:
         self,
         tensors: Iterable[tuple[LinearKey, TensorRole, torch.dtype, torch.device]],
         history_len: int,
-    ) -> tuple[list[AmaxSlot], list[AmaxGroup]]:
+    ) -> tuple[list[AmaxSlot], list[AmaxGroup], list[SlotKey]]:
         """State of the given tensors, made where it does not exist yet.
 
         New tensors of one type and device go into one group together.
 
         Returns:
-            A slot for each tensor, in order, and the groups that these slots lie in.
+            A slot for each tensor, in order, the groups that these slots lie in, and the keys of those that are new.
         """
-        keys = [_SlotKey(k, role, history_len, dtype, device) for k, role, dtype, device in tensors]
-        new: dict[tuple[torch.dtype, torch.device], list[_SlotKey]] = {}
+        keys = [SlotKey(k, role, history_len, dtype, device) for k, role, dtype, device in tensors]
+        new: dict[tuple[torch.dtype, torch.device], list[SlotKey]] = {}
         for key in dict.fromkeys(keys):
-            if key not in self._slots:
+            if key not in self.slots:
                 new.setdefault((key.dtype, key.device), []).append(key)
         for (dtype, device), members in new.items():
             group = AmaxGroup(len(members), history_len, dtype, device)
-            self._slots.update({key: (group, group.slot(i)) for i, key in enumerate(members)})
-        groups = {id(self._slots[key][0]): self._slots[key][0] for key in keys}
-        return [self._slots[key][1] for key in keys], list(groups.values())
+            self.slots.update({key: group.slot(i) for i, key in enumerate(members)})
+        groups = {id(self.slots[key].group): self.slots[key].group for key in keys}
+        made = [key for members in new.values() for key in members]
+        return [self.slots[key] for key in keys], list(groups.values()), made

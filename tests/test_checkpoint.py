@@ -1,0 +1,208 @@
+"""FP8 state saved and loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import thunder
+import torch
+from safetensors.torch import load, save
+from thunder_te_exec import autocast, fp8_state_dict, load_fp8_state_dict, te_ex
+from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
+from torch import nn
+
+RECIPE = {"amax_history_len": 4}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+
+    def forward(self, x):
+        return self.block(self.block[0](x))
+
+
+def function(module: nn.Module | None = None, recipe=None):
+    torch.manual_seed(0)
+    module = Tied() if module is None else module
+    return thunder.jit(module, executors=[te_ex], te_fp8_recipe=recipe or DelayedScaling(**RECIPE))
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(step)) * 2.0**step
+
+
+def trained(steps: int = 3):
+    compiled = function()
+    for step in range(steps):
+        compiled(batch(step)).sum().backward()
+    return compiled
+
+
+def test_keys_are_the_linears_full_names_and_tensors_are_what_safetensors_takes() -> None:
+    state = fp8_state_dict(trained())
+    assert set(state) == {"thunder_te_exec.recipes"} | {
+        f"{linear}.{tensor}.{part}"
+        for linear in ("block.0", "block.0#1", "block.2")
+        for tensor in ("input.e4m3_4", "weight.e4m3_4", "grad_output.e5m2_4")
+        for part in ("scale", "amax_history")
+    }
+    assert state["block.2.input.e4m3_4.scale"].shape == (1,)
+    assert state["block.2.input.e4m3_4.amax_history"].shape == (4,)
+    loaded = load(save(state))
+    assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("called_before", (False, True), ids=("before the first call", "after a call"))
+def test_a_loaded_function_goes_on_with_the_same_bits(called_before) -> None:
+    compiled = trained()
+    state = fp8_state_dict(compiled)
+    other = function()
+    if called_before:
+        other(batch(7)).sum().backward()
+    load_fp8_state_dict(other, state)
+    for module in (compiled, other):
+        module.zero_grad()
+    for step in range(3, 6):
+        a, b = compiled(batch(step)), other(batch(step))
+        assert torch.equal(a, b)
+        a.sum().backward()
+        b.sum().backward()
+    for p, q in zip(compiled.parameters(), other.parameters()):
+        assert torch.equal(p.grad, q.grad)
+    a, b = fp8_state_dict(compiled), fp8_state_dict(other)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_what_is_saved_is_a_copy() -> None:
+    compiled = trained()
+    state = fp8_state_dict(compiled)
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    compiled(batch(9)).sum().backward()
+    assert all(torch.equal(before[name], state[name]) for name in state)
+
+
+def broken(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    state = dict(state)
+    del state["block.2.input.e4m3_4.scale"]
+    state["block.7.input.e4m3_4.scale"] = torch.ones(1)
+    state["block.0.weight.e4m3_4.amax_history"] = torch.zeros(9)
+    return state
+
+
+@pytest.mark.parametrize("called_before", (False, True), ids=("before the first call", "after a call"))
+def test_keys_that_do_not_fit_are_named_and_nothing_is_changed(called_before) -> None:
+    good = fp8_state_dict(trained())
+    other = function()
+    if called_before:
+        other(batch(7))
+    before = fp8_state_dict(other)
+    with pytest.raises(ValueError) as e:
+        load_fp8_state_dict(other, broken(good))
+    for part in (
+        "missing: block.2.input.e4m3_4.scale",
+        "unexpected: block.7.input.e4m3_4.scale",
+        "misshapen: block.0.weight.e4m3_4.amax_history (9,)",
+    ):
+        assert part in str(e.value)
+    after = fp8_state_dict(other)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    load_fp8_state_dict(other, good)
+
+
+def test_without_strict_what_fits_is_taken() -> None:
+    good = fp8_state_dict(trained())
+    some = {name: t for name, t in good.items() if not name.startswith("block.2.")}
+    other = function()
+    other(batch(0))
+    load_fp8_state_dict(other, some, strict=False)
+    after = fp8_state_dict(other)
+    assert all(torch.equal(after[name], some[name]) for name in some)
+
+
+def test_a_linear_that_the_file_lacks_is_named_at_the_first_call() -> None:
+    good = fp8_state_dict(trained())
+    some = {name: t for name, t in good.items() if not name.startswith("block.2.")}
+    other = function()
+    load_fp8_state_dict(other, some)
+    with pytest.raises(ValueError, match="missing: block.2.grad_output"):
+        other(batch(0))
+    load_fp8_state_dict(other, good)
+    other(batch(0))
+
+
+@pytest.mark.parametrize("called_before", (False, True), ids=("before the first call", "after a call"))
+@pytest.mark.parametrize("recipe", (Float8CurrentScaling(), DelayedScaling(amax_history_len=4, margin=1)))
+def test_state_of_another_recipe_is_refused_by_name(recipe, called_before) -> None:
+    state = fp8_state_dict(trained())
+    other = function(recipe=recipe)
+    if called_before:
+        other(batch(0))
+    with pytest.raises(ValueError, match="saved under DelayedScaling.*margin=0.*loaded under .*(Current|margin=1)"):
+        load_fp8_state_dict(other, state)
+
+
+def test_current_scaling_has_nothing_to_save_and_says_which_recipe_it_was() -> None:
+    compiled = function(recipe=Float8CurrentScaling())
+    compiled(batch(0))
+    state = fp8_state_dict(compiled)
+    assert set(state) == {"thunder_te_exec.recipes"}
+    load_fp8_state_dict(compiled, state)
+    with autocast(recipe=DelayedScaling()):
+        pass
+    with pytest.raises(ValueError, match="saved under Float8CurrentScaling"):
+        load_fp8_state_dict(trained(), state)
+
+
+def test_what_is_no_state_dict_of_ours_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected the entry 'thunder_te_exec.recipes'"):
+        load_fp8_state_dict(function(), Tied().state_dict())
+
+
+SCRIPT = """
+import sys, torch
+from thunder_te_exec import fp8_state_dict, load_fp8_state_dict, te_ex
+from thunder_te_exec.recipe import DelayedScaling
+import thunder
+from safetensors.torch import load_file, save_file
+
+first, last, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(0)
+module = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+compiled = thunder.jit(module, executors=[te_ex], te_fp8_recipe=DelayedScaling(amax_history_len=4))
+optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+if first:
+    module.load_state_dict(load_file(out + "/model.safetensors"))
+    optimizer.load_state_dict(torch.load(out + "/optimizer.pt"))
+    load_fp8_state_dict(compiled, load_file(out + "/fp8.safetensors"))
+for step in range(first, last):
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+    loss = (compiled(x) - x.flip(1)).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex())
+save_file(module.state_dict(), out + "/model.safetensors")
+torch.save(optimizer.state_dict(), out + "/optimizer.pt")
+save_file(fp8_state_dict(compiled), out + "/fp8.safetensors")
+"""
+
+
+def run(first: int, last: int, out: Path) -> list[str]:
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(first), str(last), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_run_that_is_stopped_and_resumed_in_a_new_process_has_the_losses_of_one_that_was_not(tmp_path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    whole = run(0, 8, tmp_path / "whole")
+    parts = run(0, 5, tmp_path / "parts") + run(5, 8, tmp_path / "parts")
+    assert parts == whole and len(set(whole)) == 8

@@ -1,0 +1,168 @@
+"""FP8 state in checkpoints: a flat dict of tensors with readable keys, fit for safetensors and ``torch.save``.
+
+A delayed-scaling tensor of the linear ``layers.0.q_proj`` has two entries::
+
+    layers.0.q_proj.input.e4m3_1024.scale           float32 (1,)
+    layers.0.q_proj.input.e4m3_1024.amax_history    float32 (1024,)
+
+``input``, ``weight`` or ``grad_output``; FP8 type and history length; the second linear that reads the same weight is
+``layers.0.q_proj#1``. One more entry, ``thunder_te_exec.recipes``, uint8, says as JSON under which recipes it was made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from thunder_te_exec import compat
+from thunder_te_exec.autocast import active_context
+from thunder_te_exec.recipe import describe
+from thunder_te_exec.settings import recipe_in_force
+from thunder_te_exec.state import AmaxSlot, Fp8State, SlotKey
+
+__all__ = ["fp8_state_dict", "load_fp8_state_dict"]
+
+_RECIPES = "thunder_te_exec.recipes"
+_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_PARTS = ("scale", "amax_history")
+
+
+def fp8_state_dict(jitted: Any) -> dict[str, torch.Tensor]:
+    """The FP8 state of ``jitted``, copied; empty of scales before its first call and under current scaling.
+
+    Args:
+        jitted: a function or module returned by ``thunder.jit``.
+
+    Raises:
+        TypeError: it did not come from ``thunder.jit``.
+    """
+    state = Fp8State.of(compat.jitted_compile_data(jitted))
+    found = {_RECIPES: _encode([describe(r) for r in state.recipes])}
+    for key, slot in state.slots.items():
+        for part, tensor in zip(_PARTS, _tensors(slot)):
+            found[f"{_name(key)}.{part}"] = tensor.detach().clone()
+    return found
+
+
+def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+    """Load what :func:`fp8_state_dict` gave; before the first call of ``jitted`` too.
+
+    On an error nothing has been changed.
+
+    Args:
+        jitted: a function or module returned by ``thunder.jit``.
+        state_dict: the tensors, on any device.
+        strict: False takes the entries that fit and ignores others. Before the first call it is not known which linears
+            will run in FP8; then an entry that is missing raises in that call.
+
+    Raises:
+        TypeError: ``jitted`` did not come from ``thunder.jit``.
+        ValueError: saved under another recipe, or entries are missing, unexpected or misshapen; the message names them.
+    """
+    compile_data = compat.jitted_compile_data(jitted)
+    state = Fp8State.of(compile_data)
+    _check_recipes(state, state_dict, compile_data)
+    entries = {name: tensor for name, tensor in state_dict.items() if name != _RECIPES}
+    if not state.slots:
+        _check_before_first_call(entries, compile_data.fn, strict)
+        state.loaded = (dict(entries), strict)
+        return
+    targets = {
+        f"{_name(key)}.{part}": tensor
+        for key, slot in state.slots.items()
+        for part, tensor in zip(_PARTS, _tensors(slot))
+    }
+    misshapen = [
+        f"{name} {tuple(entries[name].shape)}, expected {tuple(target.shape)}"
+        for name, target in targets.items()
+        if name in entries and entries[name].shape != target.shape
+    ]
+    missing, unexpected = targets.keys() - entries.keys(), entries.keys() - targets.keys()
+    _raise_if_any(missing if strict else (), unexpected if strict else (), misshapen)
+    with torch.no_grad():
+        for name in targets.keys() & entries.keys():
+            targets[name].copy_(entries[name])
+
+
+def take_loaded(state: Fp8State, new: list[SlotKey]) -> None:
+    """Fill slots that a compilation has just made from what was loaded before.
+
+    Raises:
+        ValueError: loaded with ``strict``, and an entry for a slot of the first compilation is not there.
+    """
+    if state.loaded is None:
+        return
+    entries, strict = state.loaded
+    targets = {f"{_name(k)}.{part}": t for k in new for part, t in zip(_PARTS, _tensors(state.slots[k]))}
+    missing = targets.keys() - entries.keys()
+    if strict and missing:
+        for key in new:
+            del state.slots[key]
+        _raise_if_any(missing, (), ())
+    with torch.no_grad():
+        for name in targets.keys() & entries.keys():
+            targets[name].copy_(entries.pop(name))
+    # A later compilation may meet other linears, of which nothing was promised.
+    state.loaded = (entries, False)
+
+
+def _name(key: SlotKey) -> str:
+    linear = key.linear.weight.removesuffix(".weight") + (f"#{key.linear.use}" if key.linear.use else "")
+    return f"{linear}.{key.role.name.lower()}.{_DTYPES[key.dtype]}_{key.length}"
+
+
+def _tensors(slot: AmaxSlot) -> tuple[torch.Tensor, torch.Tensor]:
+    return slot.scale, slot.history
+
+
+def _encode(recipes: list[dict[str, str]]) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(recipes).encode()), dtype=torch.uint8)
+
+
+def _check_recipes(state: Fp8State, state_dict: Mapping[str, torch.Tensor], compile_data: Any) -> None:
+    if _RECIPES not in state_dict:
+        raise ValueError(f"expected the entry {_RECIPES!r}: not a state dict of fp8_state_dict")
+    saved = json.loads(bytes(state_dict[_RECIPES].tolist()))
+    option = compile_data.compile_options.get("te_fp8_recipe")
+    ours = [describe(r) for r in state.recipes or [recipe_in_force(active_context(), option, _device(compile_data.fn))]]
+    if saved and not any(recipe in ours for recipe in saved):
+        raise ValueError(
+            f"FP8 state was saved under {_show(saved)} and is loaded under {_show(ours)}: "
+            f"load it under the recipe that it was made with, or start without FP8 state"
+        )
+
+
+def _show(recipes: list[dict[str, str]]) -> str:
+    return ", ".join(f"{r['recipe']}({', '.join(f'{k}={v}' for k, v in r.items() if k != 'recipe')})" for r in recipes)
+
+
+def _device(fn: Any) -> torch.device:
+    tensor = next(fn.parameters(), None) if isinstance(fn, torch.nn.Module) else None
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _check_before_first_call(entries: Mapping[str, torch.Tensor], fn: Any, strict: bool) -> None:
+    names = {n.removesuffix(".weight") for n, _ in fn.named_parameters()} if isinstance(fn, torch.nn.Module) else None
+    missing, unexpected, misshapen = [], [], []
+    for name, tensor in entries.items():
+        rest, _, part = name.rpartition(".")
+        head, _, kind = rest.rpartition(".")
+        linear = head.rpartition(".")[0].partition("#")[0]
+        length = kind.rpartition("_")[2]
+        if part not in _PARTS or not length.isdigit() or (names is not None and linear not in names):
+            unexpected.append(name)
+        elif tuple(tensor.shape) != ((1,) if part == "scale" else (int(length),)):
+            misshapen.append(f"{name} {tuple(tensor.shape)}")
+        else:
+            missing += [f"{rest}.{other}" for other in _PARTS if f"{rest}.{other}" not in entries]
+    _raise_if_any(missing if strict else (), unexpected if strict else (), misshapen)
+
+
+def _raise_if_any(missing: Any, unexpected: Any, misshapen: Any) -> None:
+    kinds = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
+    found = [f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names]
+    if found:
+        raise ValueError(f"FP8 state does not fit, nothing was loaded; {'; '.join(found)}")
