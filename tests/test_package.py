@@ -40,7 +40,7 @@ LAYERS = (
     ("passes",),
     ("names", "state"),
     ("backends",),
-    ("settings", "cache", "checkpoint", "claim", "linear", "forward_context", "binding"),
+    ("settings", "cache", "checkpoint", "claim", "weight_cache", "linear", "forward_context", "binding"),
     ("executor",),
     ("report", "__init__"),
 )

@@ -26,6 +26,7 @@ from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype, same_r
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxSlot, Fp8State, LinearKey, SlotKey
 from thunder_te_exec.symbols import ctx_of, is_te_linear, is_te_recompute, te_sync_fp8_meta_bwd
+from thunder_te_exec.weight_cache import WeightCache
 
 __all__ = ["bind"]
 
@@ -58,7 +59,12 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
     calls = Calls()
     ops = {
         name: Fp8Linear(
-            settings[_device(bsym)], slots[name], _device(bsym), to_torch_dtype(bsym.args[0].dtype), calls
+            settings[_device(bsym)],
+            slots[name],
+            _device(bsym),
+            to_torch_dtype(bsym.args[0].dtype),
+            calls,
+            _weight_cache(state, keys[name], settings[_device(bsym)]),
         )
         for name, bsym in linears.items()
     }
@@ -85,6 +91,13 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
 
 def _device(bsym: BoundSymbol) -> torch.device:
     return to_torch_device(bsym.args[0].device)
+
+
+def _weight_cache(state: Fp8State, key: LinearKey, settings: Settings) -> WeightCache | None:
+    if not settings.weight_cache:
+        return None
+    recipe = next(i for i, known in enumerate(state.recipes) if same_recipe(known, settings.recipe))
+    return state.weights.setdefault((key, recipe), WeightCache())
 
 
 def _keys(

@@ -17,6 +17,7 @@ from thunder_te_exec.recipe import Gemm, TensorRole, fp8_dtype, use_split_accumu
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
 from thunder_te_exec.symbols import Wanted
+from thunder_te_exec.weight_cache import WeightCache
 
 __all__ = ["BackwardSync", "Calls", "Fp8ForwardContext", "Fp8Linear", "ScaleUpdate", "fp8_linear_backward"]
 
@@ -82,6 +83,7 @@ class Fp8Linear:
         device: of all operands.
         dtype: of the input, the weight, the bias, the output and all gradients.
         calls: says which call of the compiled function is running.
+        weights: keeps the quantized weight between calls; None quantizes it in each.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Fp8Linear:
         device: torch.device,
         dtype: torch.dtype,
         calls: Calls,
+        weights: WeightCache | None,
     ) -> None:
         recipe = settings.recipe
 
@@ -99,6 +102,7 @@ class Fp8Linear:
             return settings.backend.gemm(fp8_dtype(recipe, a), fp8_dtype(recipe, b), dtype, use_split_accumulator=split)
 
         self._settings, self._slots, self._device, self._calls = settings, slots, device, calls
+        self._weights = weights
         self._quantizers = _Quantizers(settings, slots, device)
         self._fprop = gemm(Gemm.FPROP, TensorRole.INPUT, TensorRole.WEIGHT)
         self._dgrad = gemm(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, TensorRole.WEIGHT)
@@ -164,7 +168,10 @@ class Fp8Linear:
         weight_requires_grad: bool,
     ) -> tuple[torch.Tensor, Saved]:
         x = quantizers.input[weight_requires_grad](_matrix(a))
-        q = quantizers.weight[input_requires_grad](w.contiguous())
+        if self._weights is None:
+            q = quantizers.weight[input_requires_grad](w.contiguous())
+        else:
+            q = self._weights.get(w, input_requires_grad, quantizers.weight)
         out = self._fprop(x.rowwise, x.scale_inv, q.rowwise, q.scale_inv, bias)
         saved: Saved = (x.columnwise, x.scale_inv) if weight_requires_grad else ()
         if input_requires_grad:

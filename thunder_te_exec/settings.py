@@ -21,6 +21,7 @@ __all__ = ["Settings"]
 _OPTIONS = {
     "te_fp8_recipe": "thunder_te_exec: recipe used outside of any autocast context",
     "te_backend": "thunder_te_exec: 'te' or 'reference'; the default is the device's",
+    "te_weight_cache": "thunder_te_exec: quantize a weight again only when it has changed (gradient accumulation)",
     "te_filter": "thunder_te_exec: callable(weight_fqn, weight_shape) -> bool, decides instead of the thin-linear rule",
 }
 
@@ -35,6 +36,7 @@ class Settings:
         amax_reduction_group: process group of the FP8 context.
         backend: what runs the linears; None where nothing can, for the reason ``why_no_backend``.
         te_filter: the user's choice of linears, or None.
+        weight_cache: whether a weight is quantized again only when it has changed.
     """
 
     enabled: bool
@@ -43,6 +45,7 @@ class Settings:
     backend: Backend | None
     why_no_backend: str
     te_filter: Callable[[str, tuple[int, ...]], bool] | None
+    weight_cache: bool
 
     @classmethod
     def current(cls, compile_data: Any, device: torch.device) -> Settings:
@@ -55,6 +58,9 @@ class Settings:
         te_filter = options["te_filter"]
         if te_filter is not None and not callable(te_filter):
             raise TypeError(f"te_filter: expected a callable(fqn, weight_shape) -> bool, got {te_filter!r}")
+        weight_cache = options["te_weight_cache"]
+        if weight_cache not in (None, False, True):
+            raise TypeError(f"te_weight_cache: expected True or False, got {weight_cache!r}")
         context = active_context()
         recipe = recipe_in_force(context, options["te_fp8_recipe"], device)
         enabled = context is None or context.enabled
@@ -62,7 +68,7 @@ class Settings:
             check_supported(recipe)
         backend, why = _backend(options["te_backend"], device)
         group = context.amax_reduction_group if context is not None else None
-        return cls(enabled, copy.copy(recipe), group, backend, why, te_filter)
+        return cls(enabled, copy.copy(recipe), group, backend, why, te_filter, bool(weight_cache))
 
     def hold_under(self, context: Fp8Context | None, option: Any, device: torch.device) -> bool:
         """Whether a compilation under ``context`` would have these settings, the options being what they are."""

@@ -100,6 +100,7 @@ class Fp8State:
         warned: warnings already given, each at most once a jitted function.
         slots: delayed-scaling state of every tensor that has been compiled.
         recipes: those that the function has been compiled for, each once.
+        weights: quantized weights that are kept between calls, by linear and recipe.
         loaded: entries of a checkpoint that was loaded before the first compilation, for the slots that it will make,
             and whether all of them must be there.
     """
@@ -109,6 +110,7 @@ class Fp8State:
     warned: set[str] = field(default_factory=set)
     slots: dict[SlotKey, AmaxSlot] = field(default_factory=dict)
     recipes: list[Any] = field(default_factory=list)
+    weights: dict[Any, Any] = field(default_factory=dict)
     loaded: tuple[dict[str, torch.Tensor], bool] | None = None
 
     @classmethod
