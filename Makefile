@@ -23,4 +23,4 @@ demo: env
 	$(VENV)/bin/python examples/finetune_lora.py
 
 test: env
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) -m 'not gpu'

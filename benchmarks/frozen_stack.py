@@ -1,7 +1,7 @@
-"""A stack of frozen linears whose input wants a gradient: what a step costs and keeps, by method. Needs a CUDA device.
+"""A stack of frozen linears whose input wants a gradient: what a step costs and keeps, by method. Needs a GPU.
 
-Every method runs in a process of its own, so that peaks and caches do not mix. A step is forward, backward and gradients
-set to None; times are medians of device events after a warm-up.
+Every method runs in a process of its own, so that peaks and caches do not mix. A step is forward, backward and
+gradients set to None; times are medians of device events after a warm-up.
 """
 
 from __future__ import annotations
@@ -91,6 +91,10 @@ def main(
     if method:
         print(json.dumps(measure(method, layers, features, rows, steps)))
         return
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("frozen_stack.py: torch finds no GPU here, and every method but bf16 needs one")
     options = ["--layers", layers, "--features", features, "--rows", rows, "--steps", steps]
     results = {}
     for name in METHODS:

@@ -5,28 +5,25 @@ Before::
     (y, (s0, s1, s2, s3), ctx) = te_linear(x, w, None, input_requires_grad=True, weight_requires_grad=False, ...)
     (gx, _, _) = te_functional_linear_backward(..., ctx, (s0, s1, s2, s3), gy, ...)
 
-After: dgrad reads the weight, so the input's column-wise copy and its scale (``s0``, ``s1``) are gone::
+After: dgrad reads the weight, so the input's column-wise copy and its scale, ``s0`` and ``s1``, go::
 
     (y, (s2, s3), ctx) = te_linear(x, w, None, input_requires_grad=True, weight_requires_grad=False, ...)
     (gx, _, _) = te_functional_linear_backward(..., ctx, (s2, s3), gy, ...)
 
-A forward whose context no backward reads loses all of them and the context: ``(y, (), _) = te_linear(...)``, as does the
-first run of a linear that is recomputed in backward. thunder saves what the backward part of the trace reads, so what
-is dropped here is neither quantized nor kept.
+A forward whose context no backward reads loses all of them and the context: ``(y, (), _) = te_linear(...)``, as does
+the first run of a linear that is recomputed in backward. thunder saves what the backward part of the trace reads, so
+what is dropped here is neither quantized nor kept.
 """
 
 from __future__ import annotations
 
 from thunder_te_exec.passes.rewrite import liveness_order, with_bound_symbols
-from thunder_te_exec.symbols import Wanted, is_te_backward, is_te_linear, saved_layout
+from thunder_te_exec.symbols import Wanted, is_te_backward, is_te_linear, saved_operands
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 __all__ = ["fewest_saved_tensors"]
-
-_EVERYTHING = saved_layout(Wanted(True, True, True))
-
 
 def fewest_saved_tensors(trace: TraceCtx) -> TraceCtx:
     """Drop from claimed linears, in both directions, every saved tensor that the set flags do not need."""
@@ -46,8 +43,6 @@ def fewest_saved_tensors(trace: TraceCtx) -> TraceCtx:
 
 def _without_unread_operands(bsym: BoundSymbol) -> BoundSymbol:
     *shapes, ctx, saved, grad_output = bsym.args
-    layout = saved_layout(Wanted.of(bsym))
-    if len(saved) == len(layout):
+    if len(saved) < 4:
         return bsym
-    kept = tuple(proxy for proxy, what in zip(saved, _EVERYTHING, strict=True) if what in layout)
-    return bsym.from_bsym(args=(*shapes, ctx, kept, grad_output))
+    return bsym.from_bsym(args=(*shapes, ctx, saved_operands(saved, Wanted.of(bsym)), grad_output))

@@ -28,7 +28,7 @@ __all__ = ["fp8_meta_sync"]
 
 
 def fp8_meta_sync(trace: TraceCtx) -> TraceCtx:
-    """Add ``te_sync_fp8_meta_bwd`` as the last symbol before the return, where a claimed linear quantizes a gradient."""
+    """Add ``te_sync_fp8_meta_bwd`` last before the return, where a claimed linear quantizes a gradient."""
     if not any(is_te_backward(b) and Wanted.of(b).quantizes_grad_output for b in trace.bound_symbols):
         return trace
     sync = te_sync_fp8_meta_bwd.bind(output=None)

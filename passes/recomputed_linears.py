@@ -32,27 +32,31 @@ __all__ = ["recomputed_linears"]
 
 def recomputed_linears(trace: TraceCtx) -> TraceCtx:
     """Replace each recomputed ``te_linear`` by ``te_recompute_linear``, which reads the context of its first run."""
-    linears = [b for b in trace.bound_symbols if is_te_linear(b)]
-    copies = [b for b in linears if BoundSymbolTag.BACKWARD in b.tags]
-    if not copies:
+    first_run_of = _pair_with_first_runs([b for b in trace.bound_symbols if is_te_linear(b)])
+    if not first_run_of:
         return trace
-    first_runs = {b.output[0].name: b for b in linears if BoundSymbolTag.BACKWARD not in b.tags}
-    # thunder names the outputs of a copy "bw_" and the name of the first run's output.
-    first_run_of = {id(copy): first_runs[copy.output[0].name.removeprefix("bw_")] for copy in copies}
-
     new = with_bound_symbols(trace, (), "Recomputed FP8 linears")
     rewritten: dict[int, BoundSymbol] = {}
     with tracectx(new):
-        for first in first_run_of.values():
+        for copy, first in first_run_of.values():
             if id(first) not in rewritten:
                 out, saved, ctx = first.output
                 ctx = ctx if ctx is not None else AnyProxy(object(), prefix="ctx_te")
                 rewritten[id(first)] = first.from_bsym(output=(out, saved, ctx))
-    for copy in copies:
-        first_run = ctx_of(rewritten[id(first_run_of[id(copy)])])
-        symbol = replace(
-            te_recompute_linear, executor=copy.sym.executor, _bind_postprocess=copy.sym._bind_postprocess, _hash=None
-        )
-        rewritten[id(copy)] = copy.from_bsym(sym=symbol, args=(*copy.args, first_run))
+            ours = {"executor": copy.sym.executor, "_bind_postprocess": copy.sym._bind_postprocess, "_hash": None}
+            symbol = replace(te_recompute_linear, **ours)
+            first_run = ctx_of(rewritten[id(first)])
+            rewritten[id(copy)] = copy.from_bsym(sym=symbol, args=(*copy.args, first_run))
     new.bound_symbols = [rewritten.get(id(b), b) for b in trace.bound_symbols]
     return new
+
+
+def _pair_with_first_runs(linears: list[BoundSymbol]) -> dict[int, tuple[BoundSymbol, BoundSymbol]]:
+    """By id of the copy: the copy and its first run. thunder prefixes the names of a copy's outputs with "bw_"."""
+    first_runs = {b.output[0].name: b for b in linears if BoundSymbolTag.BACKWARD not in b.tags}
+    pairs = {}
+    for copy in linears:
+        first = first_runs.get(copy.output[0].name.removeprefix("bw_"))
+        if BoundSymbolTag.BACKWARD in copy.tags and first is not None:
+            pairs[id(copy)] = (copy, first)
+    return pairs

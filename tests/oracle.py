@@ -18,9 +18,10 @@ E5M2 = {"mantissa": 2, "min_exponent": -14, "max": 57344.0}
 
 def round_to_fp8(x: np.ndarray, fmt: dict) -> np.ndarray:
     """The nearest number of the format, ties to even, saturated; NaN stays NaN."""
+    x = np.clip(x, -fmt["max"], fmt["max"])
     exponent = np.frexp(np.where(np.isfinite(x) & (x != 0), x, 1.0))[1] - 1
     spacing = np.exp2(np.maximum(exponent, fmt["min_exponent"]) - fmt["mantissa"])
-    return np.clip(np.rint(np.clip(x, -fmt["max"], fmt["max"]) / spacing) * spacing, -fmt["max"], fmt["max"])
+    return np.clip(np.rint(x / spacing) * spacing, -fmt["max"], fmt["max"])
 
 
 def float32_scale(amax: float, fmt: dict, *, margin: int = 0, power_2: bool = False, otherwise: float = 1.0) -> float:

@@ -6,6 +6,7 @@ import pytest
 import thunder
 import torch
 from programs import LoraLinear
+from thunder.executors.torch_compile import torch_compile_ex
 from thunder_te_exec import Claim, autocast, claims, is_thin, te_ex
 from torch import nn
 from traces import forward_linears, jitted
@@ -70,7 +71,8 @@ def test_an_adapter_stays_in_high_precision_and_its_base_does_not() -> None:
     compiled = jitted(LoraLinear(features=64, rank=16), torch.randn(16, 64))
     reasons = {c.weight: c.reason for c in claims(compiled)}
     assert reasons["base.weight"] == ""
-    assert reasons["lora_A.weight"].startswith("thin (16 x 64)") and reasons["lora_B.weight"].startswith("thin (64 x 16)")
+    assert reasons["lora_A.weight"].startswith("thin (16 x 64)")
+    assert reasons["lora_B.weight"].startswith("thin (64 x 16)")
 
 
 def test_te_filter_decides_instead_of_the_thin_rule_once_a_linear_by_its_full_name() -> None:
@@ -159,6 +161,44 @@ def test_parameters_that_thunder_would_mix_up_raise_before_anything_runs() -> No
 
     with pytest.raises(ValueError, match=r"'a.b_c.weight' and 'a_b.c.weight' the same name"):
         jitted(Outer(), torch.randn(16, 32))
+
+
+def test_one_parameter_under_two_names_that_collide_is_no_mix_up() -> None:
+    class Aliased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(32, 32)
+            self.l_weight = self.l.weight
+
+        def forward(self, x):
+            return self.l(x)
+
+    assert only_claim(jitted(Aliased(), torch.randn(16, 32))).claimed
+
+
+def test_a_linear_in_a_users_backward_is_not_claimed() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(w)
+            return nn.functional.linear(x, w)
+
+        @staticmethod
+        def backward(ctx, g):
+            (w,) = ctx.saved_tensors
+            return nn.functional.linear(g, w.t()), None
+
+    x, w = torch.randn(16, 32, requires_grad=True), torch.randn(32, 32)
+    compiled = thunder.jit(lambda x, w: Doubled.apply(x, w), executors=[te_ex])
+    compiled(x, w).sum().backward()
+    assert "te_linear" not in str(thunder.last_backward_traces(compiled)[-1])
+    torch.testing.assert_close(x.grad, torch.ones(16, 32) @ w, rtol=1e-4, atol=1e-4)
+
+
+def test_a_linear_that_another_executor_took_first_says_so() -> None:
+    compiled = thunder.jit(nn.Linear(32, 32), executors=[torch_compile_ex, te_ex])
+    compiled(torch.randn(16, 32))
+    assert not only_claim(compiled).claimed and "put te_ex before it" in only_claim(compiled).reason
 
 
 def test_claims_of_something_that_is_not_jitted_raises() -> None:

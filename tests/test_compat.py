@@ -35,9 +35,31 @@ def test_importing_the_package_first_makes_thunder_import_on_every_torch_that_is
     assert done.returncode == 0 and "imported" in done.stdout, done.stderr
 
 
-def test_supported_torch_versions_are_compared_as_versions() -> None:
-    assert torch.torch_version.TorchVersion("2.8.0") < (2, 13)
-    assert torch.torch_version.TorchVersion("2.14.1") >= (2, 13)
+def test_a_function_apply_that_is_written_in_c_gets_a_python_one_that_differentiates() -> None:
+    script = """
+        import torch
+        plain = vars(torch._C._FunctionBase)["apply"]
+        torch.autograd.Function.apply = plain  # as in torch 2.14
+        assert not hasattr(torch.autograd.Function.apply, "__func__")
+        import thunder_te_exec
+        import thunder
+
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, g):
+                return g * 3
+
+        x = torch.ones(2, requires_grad=True)
+        Double.apply(x).sum().backward()
+        assert x.grad.tolist() == [3.0, 3.0]
+        print("differentiated")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert done.returncode == 0 and "differentiated" in done.stdout, done.stderr
 
 
 def test_each_device_has_its_default_backend_or_a_reason() -> None:

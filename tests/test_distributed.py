@@ -12,7 +12,7 @@ from thunder_te_exec.recipe import DelayedScaling
 def worker(rank: int, port: int, reduce_amax: bool, results) -> None:
     import thunder
 
-    from thunder_te_exec import te_ex
+    from thunder_te_exec import fp8_state_dict, te_ex
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -22,10 +22,8 @@ def worker(rank: int, port: int, reduce_amax: bool, results) -> None:
     compiled = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=recipe)
     x = torch.ones(16, 32) * (rank + 1)
     compiled(x).backward(torch.full((16, 32), 2.0 - rank))
-    # x is 1 or 2 and the gradient 2 or 1 by rank; one value throughout, so its FP8 number shows the scale.
-    second = compiled(x)
-    saved = [t for t in second.grad_fn.saved_tensors if t.numel() == 1]
-    results.put((rank, [1.0 / t.item() for t in saved]))
+    state = fp8_state_dict(compiled)
+    results.put((rank, [state[f"weight.{tensor}.scale"].item() for tensor in ("input.e4m3_2", "grad_output.e5m2_2")]))
     dist.destroy_process_group()
 
 
@@ -36,10 +34,10 @@ def test_amaxes_are_reduced_over_the_processes_if_the_recipe_says_so(reduce_amax
     port = free_port()
     mp.spawn(worker, args=(port, reduce_amax, results), nprocs=2)
     scales = dict(results.get() for _ in range(2))
-    own = {0: 448.0, 1: 224.0}
+    # The input is 1 or 2 by rank, the gradient 2 or 1: alone each rank would scale by its own.
+    alone = {0: [448.0, 57344.0 / 2], 1: [448.0 / 2, 57344.0]}
     for rank in range(2):
-        expected = 224.0 if reduce_amax else own[rank]
-        assert scales[rank][0] == pytest.approx(expected, rel=1e-6)
+        assert scales[rank] == ([448.0 / 2, 57344.0 / 2] if reduce_amax else alone[rank])
 
 
 def free_port() -> int:

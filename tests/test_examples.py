@@ -12,6 +12,8 @@ import thunder_te_exec  # noqa: F401  (before thunder, which the examples import
 
 import torch
 from pydoc_data.topics import topics
+
+pytest.importorskip("typer", reason="the examples need the extra [demo]")
 from typer.testing import CliRunner
 
 LAYERS = 2

@@ -76,9 +76,9 @@ def test_linears_are_claimed_and_pruned_whatever_else_is_in_the_list(executors, 
     found = run(LISTS[executors]())
     assert found.keys() == alone.keys()
     for name, value in found.items():
-        # Fused pointwise code rounds differently: here and there an FP8 number falls to its neighbour.
+        # Fused pointwise code rounds differently: one FP8 number in 1000 may fall to its neighbour, 2**-2 of it away.
         error = (value - alone[name]).norm() / alone[name].norm()
-        assert error < 0.01, f"{name}: {error:.3g}"
+        assert error < 2.0**-2 * 1000**-0.5, f"{name}: {error:.3g}"
 
 
 def test_everything_frozen_is_claimed_with_and_without_a_gradient_for_the_input() -> None:

@@ -19,10 +19,10 @@ LINEAR = nn.Linear(32, 32, bias=False)
 INPUTS = [torch.randn(32, 32) * 3.0**step for step in range(4)]
 
 
-def outputs(recipe=None, *, context=None) -> list[torch.Tensor]:
+def outputs(recipe=None, *, context=None, inputs=INPUTS) -> list[torch.Tensor]:
     compiled = thunder.jit(LINEAR, executors=[te_ex], **({"te_fp8_recipe": recipe} if recipe is not None else {}))
     found = []
-    for x in INPUTS:
+    for x in inputs:
         if context is None:
             found.append(compiled(x).detach())
         else:
@@ -44,6 +44,13 @@ def test_a_context_gives_its_recipe_and_wins_over_the_option() -> None:
     current = outputs(Float8CurrentScaling())
     assert same(outputs(context=Float8CurrentScaling()), current)
     assert same(outputs(DelayedScaling(), context=Float8CurrentScaling()), current)
+
+
+def delayed_with(**fields) -> DelayedScaling:
+    recipe = DelayedScaling()
+    for name, value in fields.items():
+        setattr(recipe, name, value)
+    return recipe
 
 
 def current_with(**fields) -> Float8CurrentScaling:
@@ -68,12 +75,8 @@ def current_with(**fields) -> Float8CurrentScaling:
 )
 def test_every_field_counts(recipe, other) -> None:
     # INPUTS grow: the largest and the most recent amax of a history agree unless a later one is smaller.
-    INPUTS.append(INPUTS[0])
-    INPUTS.append(INPUTS[0] * 1.01)
-    try:
-        assert not same(outputs(recipe), outputs(other))
-    finally:
-        del INPUTS[-2:]
+    inputs = [*INPUTS, INPUTS[0], INPUTS[0] * 1.01]
+    assert not same(outputs(recipe, inputs=inputs), outputs(other, inputs=inputs))
 
 
 def test_functions_of_the_user_get_the_history_and_the_old_scale() -> None:
@@ -101,12 +104,14 @@ class Custom(recipes.Recipe):
 @pytest.mark.parametrize(
     "recipe, error, match",
     [
-        ("delayed", TypeError, "te_fp8_recipe: expected an instance of a recipe class .* got 'delayed' of type str"),
+        ("delayed", TypeError, "FP8 recipe: expected an instance, such as .* got 'delayed' of type str"),
         (DelayedScaling, TypeError, "got <class .*DelayedScaling'> of type type"),
         (Custom(), NotImplementedError, "recipe Custom is not supported"),
         (DelayedScaling(fp8_dpa=True), NotImplementedError, "DelayedScaling.fp8_dpa=True"),
         (DelayedScaling(fp8_mha=True), NotImplementedError, "DelayedScaling.fp8_mha=True"),
-        (DelayedScaling(amax_history_len=0), NotImplementedError, "DelayedScaling.amax_history_len=0"),
+        (delayed_with(fp8_format="HYBRID"), ValueError, "DelayedScaling.fp8_format='HYBRID'"),
+        (delayed_with(scaling_factor_compute_algo="x"), ValueError, "scaling_factor_compute_algo='x'"),
+        (DelayedScaling(amax_history_len=0), ValueError, "DelayedScaling.amax_history_len=0"),
         (current_with(backward_override="dequantized"), NotImplementedError, "backward_override='dequantized'"),
         (current_with(use_power_2_scales=True), NotImplementedError, "use_power_2_scales=True has no effect"),
     ],
@@ -120,7 +125,7 @@ def test_what_is_not_supported_raises_when_compiling_by_name(recipe, error, matc
 def test_an_algorithm_that_does_not_exist_raises_by_name() -> None:
     recipe = DelayedScaling()
     recipe.amax_compute_algo = "median"
-    with pytest.raises(NotImplementedError, match="DelayedScaling.amax_compute_algo='median'"):
+    with pytest.raises(ValueError, match="DelayedScaling.amax_compute_algo='median'"):
         outputs(recipe)
 
 
@@ -198,6 +203,23 @@ def test_a_recipe_that_is_changed_is_another_recipe() -> None:
     recipe.margin = 3
     compiled(INPUTS[0])
     assert len(thunder.compile_stats(compiled).interpreter_cache) == 2
+
+
+def test_another_process_group_is_compiled_for_again() -> None:
+    compiled = thunder.jit(LINEAR, executors=[te_ex])
+    for group in (None, "group a", "group b", "group a", None):
+        with autocast(amax_reduction_group=group):
+            compiled(INPUTS[0])
+    assert len(thunder.compile_stats(compiled).interpreter_cache) == 3
+
+
+def test_a_context_inside_a_jitted_function_raises() -> None:
+    def f(x, w):
+        with autocast(enabled=False):
+            return nn.functional.linear(x, w)
+
+    with pytest.raises(Exception, match="autocast inside a jitted function has no effect"):
+        thunder.jit(f, executors=[te_ex])(INPUTS[0], LINEAR.weight)
 
 
 def test_an_equal_recipe_object_is_the_same_recipe() -> None:

@@ -89,7 +89,8 @@ def _program(trace: TraceCtx, numbers: dict[str, int]) -> str:
 
     def renumbered(match: re.Match[str]) -> str:
         prefix = match.group(1)
-        number = numbers.setdefault(match.group(0), sum(n.startswith(prefix) and n[len(prefix):].isdigit() for n in numbers))
+        before = sum(n.startswith(prefix) and n[len(prefix) :].isdigit() for n in numbers)
+        number = numbers.setdefault(match.group(0), before)
         return f"{prefix}{number}"
 
     return _NAME.sub(renumbered, "\n".join(lines)) + "\n"

@@ -4,9 +4,8 @@ from thunder_te_exec import compat  # noqa: F401  (first: prepares torch for `im
 from thunder_te_exec import recipe
 from thunder_te_exec.autocast import autocast
 from thunder_te_exec.checkpoint import fp8_state_dict, load_fp8_state_dict
-from thunder_te_exec.claim import Claim, is_thin
+from thunder_te_exec.claim import Claim, claims, is_thin
 from thunder_te_exec.executor import te_ex
-from thunder_te_exec.report import claims
 
 __all__ = [
     "Claim",

@@ -13,7 +13,7 @@ import torch
 from thunder_te_exec import compat
 from thunder_te_exec.recipe import DelayedScaling
 
-__all__ = ["Fp8Context", "active_context", "autocast"]
+__all__ = ["Fp8Context", "active_context", "autocast", "default_recipe"]
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,21 @@ def autocast(*, enabled: bool = True, recipe: Any = None, amax_reduction_group: 
     """Run jitted functions in FP8 under ``recipe``, or not in FP8; means what ``te.autocast`` means.
 
     Where Transformer Engine can be used this enters ``te.autocast``, so the two nest in any order; elsewhere it works
-    by itself. The recipe takes part when a jitted function is compiled, that is on its first call; a later call
-    under another recipe raises.
+    by itself. A jitted function is compiled for each recipe that it is called under.
 
     Args:
         enabled: False runs in high precision what is compiled inside.
         recipe: a recipe of :mod:`thunder_te_exec.recipe`; None is the device's default.
         amax_reduction_group: process group over which delayed scaling reduces amaxes; None is the default group.
+
+    Raises:
+        RuntimeError: entered inside a function that thunder is compiling, where it could have no effect.
     """
+    if compat.is_tracing():
+        raise RuntimeError(
+            "autocast inside a jitted function has no effect on it: enter it around the call, or choose with te_filter "
+            "which linears run in FP8"
+        )
     if compat.te_import_error() is None and torch.cuda.is_available():
         import transformer_engine.pytorch as te
 

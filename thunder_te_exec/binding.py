@@ -6,7 +6,7 @@ call. Whatever a call would have to look up (recipe, scales, quantizers, GEMM op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from thunder_te_exec.passes.rewrite import with_bound_symbols
 from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype, same_recipe
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxSlot, Fp8State, LinearKey, SlotKey
-from thunder_te_exec.symbols import ctx_of, is_te_linear, is_te_recompute, te_sync_fp8_meta_bwd
+from thunder_te_exec.symbols import ctx_of, is_te_linear, is_te_recompute, is_unclaimed_linear, te_sync_fp8_meta_bwd
 from thunder_te_exec.weight_cache import WeightCache
 
 __all__ = ["bind"]
@@ -39,23 +39,14 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
     compile_data, compile_stats = compat.current_compilation()
     state = Fp8State.of(compile_data)
     linears = {b.sym.name: b for b in trace.bound_symbols if is_te_linear(b)}
-    keys = _keys(linears, trace, state, compile_stats)
+    keys = _keys(trace, state, compile_stats)
     settings = {device: Settings.current(compile_data, device) for device in map(_device, linears.values())}
 
     for chosen in settings.values():
         if not any(same_recipe(chosen.recipe, known) for known in state.recipes):
             state.recipes.append(chosen.recipe)
 
-    updates_forward: list[ScaleUpdate] = []
-    updates_backward: list[ScaleUpdate] = []
-    slots: dict[str, dict[TensorRole, AmaxSlot]] = {name: {} for name in linears}
-    made: list[SlotKey] = []
-    for device, chosen in settings.items():
-        here = {name: bsym for name, bsym in linears.items() if _device(bsym) == device}
-        for roles, updates in ((_FORWARD, updates_forward), (_BACKWARD, updates_backward)):
-            updates += _take_slots(state, chosen, roles, {name: keys[name] for name in here}, device, slots, made)
-    take_loaded(state, made)
-
+    slots, updates = _delayed_scaling(state, settings, keys, linears)
     calls = Calls()
     ops = {
         name: Fp8Linear(
@@ -70,8 +61,8 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
     }
     op_of_ctx = {ctx_of(bsym).name: ops[name] for name, bsym in linears.items() if ctx_of(bsym) is not None}
     recomputes = any(map(is_te_recompute, trace.bound_symbols))
-    context = Fp8ForwardContext(calls, updates_forward, recomputes=recomputes)
-    sync = BackwardSync(calls, updates_backward)
+    context = Fp8ForwardContext(calls, updates[_FORWARD], recomputes=recomputes)
+    sync = BackwardSync(calls, updates[_BACKWARD])
 
     def rebind(bsym: BoundSymbol) -> BoundSymbol:
         if is_te_linear(bsym):
@@ -89,6 +80,34 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
     return with_bound_symbols(trace, map(rebind, trace.bound_symbols), "Binding of FP8 linears")
 
 
+def _delayed_scaling(
+    state: Fp8State,
+    settings: dict[torch.device, Settings],
+    keys: dict[str, LinearKey],
+    linears: dict[str, BoundSymbol],
+) -> tuple[dict[str, dict[TensorRole, AmaxSlot]], dict[tuple[TensorRole, ...], list[ScaleUpdate]]]:
+    """Delayed-scaling state: by linear its slots, and by direction its scale updates. Empty under other recipes."""
+    slots: dict[str, dict[TensorRole, AmaxSlot]] = {name: {} for name in linears}
+    updates: dict[tuple[TensorRole, ...], list[ScaleUpdate]] = {_FORWARD: [], _BACKWARD: []}
+    made: list[SlotKey] = []
+    for device, chosen in settings.items():
+        if not isinstance(chosen.recipe, DelayedScaling):
+            continue
+        here = [name for name, bsym in linears.items() if _device(bsym) == device]
+        for roles in updates:
+            tensors = [(name, role) for role in roles for name in here]
+            found, groups, new = state.delayed_scaling_slots(
+                [(keys[name], role, fp8_dtype(chosen.recipe, role), device) for name, role in tensors],
+                chosen.recipe.amax_history_len,
+            )
+            for (name, role), slot in zip(tensors, found):
+                slots[name][role] = slot
+            updates[roles] += [ScaleUpdate(chosen, group) for group in groups]
+            made += new
+    take_loaded(state, made)
+    return slots, updates
+
+
 def _device(bsym: BoundSymbol) -> torch.device:
     return to_torch_device(bsym.args[0].device)
 
@@ -100,41 +119,19 @@ def _weight_cache(state: Fp8State, key: LinearKey, settings: Settings) -> Weight
     return state.weights.setdefault((key, recipe), WeightCache())
 
 
-def _keys(
-    linears: dict[str, BoundSymbol], trace: TraceCtx, state: Fp8State, compile_stats: Any
-) -> dict[str, LinearKey]:
-    """Who each linear is beyond this trace: its weight, and which use of the weight it is."""
+def _keys(trace: TraceCtx, state: Fp8State, compile_stats: Any) -> dict[str, LinearKey]:
+    """By symbol name, who each claimed linear is beyond this trace: its weight, and which use of the weight it is.
+
+    All linears of the forward count, claimed or not: another batch shape may claim others.
+    """
     uses: dict[str, int] = {}
     keys = {}
-    for name, bsym in linears.items():
-        # A computed weight has no name beyond its trace: its linear's place in the order of linears stands for it.
-        weight = state.names.of(bsym.args[1], trace, compile_stats.last_prologue_traces[-1]) or name
-        keys[name] = LinearKey(weight, uses.setdefault(weight, 0))
-        uses[weight] += 1
+    linears = (b for b in trace.bound_symbols if is_te_linear(b) or is_unclaimed_linear(b))
+    for place, bsym in enumerate(linears):
+        name = state.names.of(bsym.args[1], trace, compile_stats.last_prologue_traces[-1])
+        # A computed weight has no name beyond its trace: its linear's place among all linears stands for it.
+        weight = f"computed weight {place}" if name is None else name
+        use = uses[weight] = uses.get(weight, -1) + 1
+        if is_te_linear(bsym):
+            keys[bsym.sym.name] = LinearKey(weight, use)
     return keys
-
-
-def _take_slots(
-    state: Fp8State,
-    settings: Settings,
-    roles: Sequence[TensorRole],
-    keys: dict[str, LinearKey],
-    device: torch.device,
-    slots: dict[str, dict[TensorRole, AmaxSlot]],
-    made: list[SlotKey],
-) -> list[ScaleUpdate]:
-    """Put the delayed-scaling slots of ``roles`` of the linears in ``keys`` into ``slots``, and new ones into ``made``.
-
-    Returns their updates.
-    """
-    if not isinstance(settings.recipe, DelayedScaling):
-        return []
-    wanted = [(name, role) for role in roles for name in keys]
-    found, groups, new = state.delayed_scaling_slots(
-        [(keys[name], role, fp8_dtype(settings.recipe, role), device) for name, role in wanted],
-        settings.recipe.amax_history_len,
-    )
-    made += new
-    for (name, role), slot in zip(wanted, found):
-        slots[name][role] = slot
-    return [ScaleUpdate(settings, group) for group in groups]

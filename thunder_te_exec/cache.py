@@ -1,8 +1,8 @@
 """Compiled entries of a function, by the FP8 context that each was compiled for.
 
-thunder looks for a compiled entry by what the function was called with; it knows nothing of FP8 contexts. Which linears
-are claimed, what is saved and how it is quantized depend on the recipe, so an entry may serve only under the one that it
-was compiled for. This list takes the place of thunder's own, and offers it no others.
+thunder looks for a compiled entry by what the function was called with; it knows nothing of FP8 contexts. Which
+linears are claimed, what is saved and how it is quantized depend on the recipe, so an entry may serve only under the
+one that it was compiled for. This list takes the place of thunder's own, and offers it no others.
 """
 
 from __future__ import annotations

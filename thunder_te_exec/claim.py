@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,20 @@ from thunder_te_exec import compat
 from thunder.core import dtypes
 from thunder.core.devices import to_torch_device
 from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
 
 from thunder_te_exec.cache import EntriesByContext
 from thunder_te_exec.names import check_parameter_names
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import Fp8State
+from thunder_te_exec.symbols import is_unclaimed_linear
 
-__all__ = ["Claim", "decide", "is_thin"]
+__all__ = ["Claim", "claims", "decide", "is_thin", "note_linears_of_others"]
 
 #: FP8 GEMMs read each operand along the contraction in 16-byte units, in each of the three products: rows of the
-#: input, input features and output features are all contracted over once.
+#: input, input features and output features are all contracted over once. Transformer Engine accepts rows in multiples
+#: of 8, and fails in wgrad then; which gradients are wanted is not known yet when a linear is claimed.
 ALIGNMENT = 16
 
 _DTYPES = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
@@ -46,6 +50,39 @@ class Claim:
     reason: str
 
 
+def claims(jitted: Any) -> tuple[Claim, ...]:
+    """The linears that ``jitted`` has been compiled with so far, which run in FP8, and why the others do not.
+
+    One entry for each linear and signature, in the order in which they were first met; empty before the first call.
+
+    Raises:
+        TypeError: ``jitted`` did not come from ``thunder.jit``.
+    """
+    return tuple(Fp8State.of(compat.jitted_compile_data(jitted)).claims.values())
+
+
+def note_linears_of_others(trace: TraceCtx) -> None:
+    """Keep a claim, with its reason, for each linear of ``trace`` that another executor took before te_ex saw it."""
+    cd, cs = compat.current_compilation()
+    state = Fp8State.of(cd)
+    decided = {key[0] for key in state.claims}
+    for bsym in _linears_of_others(trace.bound_symbols):
+        a, w, *_ = bsym.args
+        weight = state.names.of(w, trace, cs.last_prologue_traces[-1]) or f"computed ({w.name})"
+        if weight not in decided:
+            reason = "taken by another executor: put te_ex before it in the list of executors"
+            key = (weight, _signature(a), _signature(w))
+            state.claims.setdefault(key, Claim(weight, tuple(w.shape), tuple(a.shape), False, reason))
+
+
+def _linears_of_others(bound_symbols: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
+    for bsym in bound_symbols:
+        if is_unclaimed_linear(bsym):
+            yield bsym
+        elif bsym.sym.is_fusion:
+            yield from _linears_of_others(bsym.subsymbols)
+
+
 def is_thin(out_features: int, in_features: int) -> bool:
     """Whether quantizing costs more than an FP8 GEMM saves: the shape of a low-rank adapter.
 
@@ -62,7 +99,7 @@ def decide(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -> Claim | 
     are not what a linear has.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: an option or the recipe is not usable (``thunder_te_exec.settings``).
+        TypeError, ValueError, NotImplementedError: an option or the recipe is not usable (``Settings.current``).
         RuntimeError: ``te_filter`` raised; its exception is the cause.
     """
     cd, cs = compat.current_compilation()
@@ -131,5 +168,5 @@ def _why_not_worth(w: TensorProxy, name: str, te_filter: Callable[[str, tuple[in
         except Exception as e:
             raise RuntimeError(f"te_filter raised for {name!r} of shape {shape}: {type(e).__name__}: {e}") from e
     if is_thin(*shape):
-        return f"thin ({shape[0]} x {shape[1]}): quantizing costs more than the FP8 GEMM saves; te_filter overrides this"
+        return f"thin ({shape[0]} x {shape[1]}): quantizing costs more than the FP8 GEMM saves (te_filter overrides)"
     return None

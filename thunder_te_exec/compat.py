@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +45,12 @@ if torch.__version__ >= (2, 13) and importlib.util.find_spec("torch.fx._lazy_gra
     import torch.fx._lazy_graph_module as _lazy
 
     _lazy._force_skip_lazy_graph_module_flag = True
+
+
+with warnings.catch_warnings():
+    # thunder says so about its own executor, also to those who do not use it.
+    warnings.filterwarnings("ignore", message="transformer_engine module not found")
+    import thunder  # noqa: F401
 
 
 @functools.cache
@@ -113,6 +120,13 @@ def current_compilation() -> tuple[Any, Any]:
     from thunder.core.compile_data import _compile_data
 
     return _compile_data.get()
+
+
+def is_tracing() -> bool:
+    """Whether thunder is recording a program, so that what runs now runs once, at compile time."""
+    from thunder.core.trace import get_tracectx
+
+    return get_tracectx() is not None
 
 
 def compile_option(name: str, description: str) -> Any:

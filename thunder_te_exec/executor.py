@@ -14,13 +14,13 @@ import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.prims import get_grad, put_grad
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor, OperatorExecutor, register_executor
 
 from thunder_te_exec import symbols
 from thunder_te_exec.binding import bind
-from thunder_te_exec.claim import decide
+from thunder_te_exec.claim import decide, note_linears_of_others
 from thunder_te_exec.linear import fp8_linear_backward
 from thunder_te_exec.passes import PASSES
 from thunder_te_exec.symbols import Wanted, is_te_linear
@@ -35,10 +35,16 @@ class TransformerEngineExecutor(OperatorExecutor, FusionExecutor):
     of the list; it fuses nothing of its own.
     """
 
+    def can_execute(self, bsym: BoundSymbol) -> bool:
+        # A linear that a user's autograd.Function calls in its backward multiplies gradients: it is no forward linear.
+        in_backward = BoundSymbolTag.BACKWARD in bsym.tags and BoundSymbolTag.RECOMPUTE_IN_BACKWARD not in bsym.tags
+        return not in_backward and super().can_execute(bsym)
+
     def can_fuse(self, bsym: BoundSymbol) -> bool:
         return False
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        note_linears_of_others(trace)
         if not any(is_te_linear(bsym) for bsym in trace.bound_symbols):
             return trace
         for run in PASSES:

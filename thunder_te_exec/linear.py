@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_te_exec.recipe import Gemm, TensorRole, fp8_dtype, use_split_accumulator
+from thunder_te_exec.recipe import Product, TensorRole, fp8_dtype, use_split_accumulator
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
 from thunder_te_exec.symbols import Wanted
@@ -97,16 +97,16 @@ class Fp8Linear:
     ) -> None:
         recipe = settings.recipe
 
-        def gemm(which: Gemm, a: TensorRole, b: TensorRole) -> Any:
+        def gemm(which: Product, a: TensorRole, b: TensorRole) -> Any:
             split = use_split_accumulator(recipe, which)
             return settings.backend.gemm(fp8_dtype(recipe, a), fp8_dtype(recipe, b), dtype, use_split_accumulator=split)
 
         self._settings, self._slots, self._device, self._calls = settings, slots, device, calls
         self._weights = weights
         self._quantizers = _Quantizers(settings, slots, device)
-        self._fprop = gemm(Gemm.FPROP, TensorRole.INPUT, TensorRole.WEIGHT)
-        self._dgrad = gemm(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, TensorRole.WEIGHT)
-        self._wgrad = gemm(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, TensorRole.INPUT)
+        self._fprop = gemm(Product.FPROP, TensorRole.INPUT, TensorRole.WEIGHT)
+        self._dgrad = gemm(Product.DGRAD, TensorRole.GRAD_OUTPUT, TensorRole.WEIGHT)
+        self._wgrad = gemm(Product.WGRAD, TensorRole.GRAD_OUTPUT, TensorRole.INPUT)
 
     def __call__(
         self,
@@ -118,7 +118,7 @@ class Fp8Linear:
         weight_requires_grad: bool,
         bias_requires_grad: bool,
     ) -> tuple[torch.Tensor, Saved, LinearContext]:
-        """``a @ w.T + bias``, what its wanted gradients need (``symbols.saved_layout``), and the context."""
+        """``a @ w.T + bias``, what its wanted gradients need (``symbols.saved_operands``), and the context."""
         out, saved = self._forward(self._quantizers, a, w, bias, input_requires_grad, weight_requires_grad)
         return out, saved, LinearContext(self, self._calls.forward)
 

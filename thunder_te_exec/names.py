@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
+
 from thunder_te_exec import compat  # noqa: F401  (before thunder)
 
 import thunder.distributed.prims as dist_prims
@@ -41,7 +43,7 @@ _TRANSPARENT_IDS = frozenset(
         dist_prims.PrimIDs.WAIT,
         ltorch.to.id,
         ltorch.contiguous.id,
-        *(torch_ex.opmap[name].id for name in _TRANSPARENT_TORCH_OPS),
+        *(torch_ex.opmap[name].id for name in _TRANSPARENT_TORCH_OPS if name in torch_ex.opmap),
     }
 )
 
@@ -101,18 +103,16 @@ def check_parameter_names(fn: Any) -> None:
     ``a_b.c.weight`` get one proxy: it would silently compute with the first one's values for both.
 
     Raises:
-        ValueError: two parameters or buffers of the module ``fn`` get the same proxy.
+        ValueError: two different parameters or buffers of the module ``fn`` get the same proxy.
     """
-    import torch
-
     if not isinstance(fn, torch.nn.Module):
         return
-    seen: dict[str, str] = {}
+    seen: dict[str, tuple[str, torch.Tensor]] = {}
     for kind in (fn.named_parameters, fn.named_buffers):
-        for name, _ in kind(remove_duplicate=False):
+        for name, tensor in kind(remove_duplicate=False):
             proxy = name.replace(".", "_")
-            other = seen.setdefault(proxy, name)
-            if other != name:
+            other, its_tensor = seen.setdefault(proxy, (name, tensor))
+            if its_tensor is not tensor:
                 raise ValueError(
                     f"thunder gives {other!r} and {name!r} the same name in its traces (t_{proxy}) and would use "
                     f"one's values for both; rename one of these submodules or attributes"

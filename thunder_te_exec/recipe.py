@@ -13,7 +13,21 @@ import torch
 
 from thunder_te_exec import compat, recipe_classes
 
-__all__ = ["DelayedScaling", "Float8CurrentScaling", "Format", "MMParams", "QParams", "Recipe", "TensorRole"]
+__all__ = [
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MMParams",
+    "Product",
+    "QParams",
+    "Recipe",
+    "TensorRole",
+    "check_supported",
+    "describe",
+    "fp8_dtype",
+    "same_recipe",
+    "use_split_accumulator",
+]
 
 
 _classes: Any = compat.te_recipes() or recipe_classes
@@ -39,11 +53,11 @@ class TensorRole(Enum):
 
 def fp8_dtype(recipe: Any, role: TensorRole) -> torch.dtype:
     """``torch.float8_e4m3fn`` or ``torch.float8_e5m2``: what tensors of ``role`` are quantized to under ``recipe``."""
-    e5m2 = recipe.fp8_format == Format.E5M2 or (recipe.fp8_format == Format.HYBRID and not role.forward)
+    e5m2 = recipe.fp8_format == Format.HYBRID and not role.forward
     return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
 
 
-class Gemm(Enum):
+class Product(Enum):
     """The three products of a linear.
 
     The value is the recipe's field with its options and what Transformer Engine uses for a recipe without that field
@@ -55,9 +69,9 @@ class Gemm(Enum):
     WGRAD = ("fp8_gemm_wgrad", True)
 
 
-def use_split_accumulator(recipe: Any, gemm: Gemm) -> bool:
-    """Whether ``gemm`` accumulates in full float32 under ``recipe``."""
-    name, default = gemm.value
+def use_split_accumulator(recipe: Any, product: Product) -> bool:
+    """Whether ``product`` accumulates in full float32 under ``recipe``."""
+    name, default = product.value
     params = getattr(recipe, name, None)
     return default if params is None else params.use_split_accumulator
 
@@ -67,11 +81,12 @@ def check_supported(recipe: Any) -> None:
 
     Raises:
         TypeError: not a recipe.
-        NotImplementedError: a recipe, or a value of one of its fields, that is not supported; the message names it.
+        ValueError: a value that a field cannot have; the message names it.
+        NotImplementedError: a recipe, or what a field asks for, is not supported; the message names it.
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"te_fp8_recipe: expected an instance of a recipe class of {Recipe.__module__}, "
+            f"FP8 recipe: expected an instance, such as DelayedScaling(), of a class of thunder_te_exec.recipe; "
             f"got {recipe!r} of type {type(recipe).__name__}"
         )
     name = type(recipe).__name__
@@ -84,6 +99,8 @@ def check_supported(recipe: Any) -> None:
             raise NotImplementedError(f"{name}.{flag}=True: attention is not run in FP8 by thunder_te_exec")
     if getattr(recipe, "backward_override", None) is not None:
         raise NotImplementedError(f"{name}.backward_override={recipe.backward_override!r} is not supported")
+    if recipe.fp8_format not in (Format.E4M3, Format.HYBRID):
+        raise ValueError(f"{name}.fp8_format={recipe.fp8_format!r}: expected Format.E4M3 or Format.HYBRID")
     if isinstance(recipe, DelayedScaling):
         _check_delayed(recipe)
     else:
@@ -92,16 +109,19 @@ def check_supported(recipe: Any) -> None:
 
 def _check_delayed(recipe: Any) -> None:
     if not isinstance(recipe.amax_history_len, int) or recipe.amax_history_len < 1:
-        raise NotImplementedError(
+        raise ValueError(
             f"DelayedScaling.amax_history_len={recipe.amax_history_len!r}: expected an integer of at least 1"
         )
     if not isinstance(recipe.margin, int):
-        raise NotImplementedError(f"DelayedScaling.margin={recipe.margin!r}: expected an integer")
+        raise ValueError(f"DelayedScaling.margin={recipe.margin!r}: expected an integer")
     algo = recipe.amax_compute_algo
     if algo not in ("max", "most_recent") and not callable(algo):
-        raise NotImplementedError(
+        raise ValueError(
             f"DelayedScaling.amax_compute_algo={algo!r}: expected 'max', 'most_recent' or a function"
         )
+    factor = recipe.scaling_factor_compute_algo
+    if factor is not None and not callable(factor):
+        raise ValueError(f"DelayedScaling.scaling_factor_compute_algo={factor!r}: expected None or a function")
 
 
 def _check_current(recipe: Any) -> None:

@@ -1,5 +1,7 @@
 """Recipe classes for machines without Transformer Engine, with the names, fields and defaults of its release 2.20.
 
+Defaults that Transformer Engine takes from other environment variables than the one named below are its plain ones.
+
 Import them from :mod:`thunder_te_exec.recipe`, which gives Transformer Engine's own where it is installed.
 """
 

@@ -16,7 +16,7 @@ from thunder_te_exec.backends import BACKENDS, Backend, default_backend
 from thunder_te_exec.recipe import check_supported, same_recipe
 from thunder_te_exec.state import Fp8State
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "recipe_in_force"]
 
 _OPTIONS = {
     "te_fp8_recipe": "thunder_te_exec: recipe used outside of any autocast context",
@@ -93,7 +93,7 @@ class Settings:
 
 
 def recipe_in_force(context: Fp8Context | None, option: Any, device: torch.device) -> Any:
-    """Inside a context its recipe, outside of any the ``te_fp8_recipe`` option; the device's default where not given."""
+    """Inside a context its recipe, outside of any the ``te_fp8_recipe`` option; the device's default if not given."""
     recipe = option if context is None else context.recipe
     return default_recipe(device) if recipe is None else recipe
 

@@ -15,7 +15,7 @@ import torch
 from thunder_te_exec.names import WeightNames
 from thunder_te_exec.recipe import TensorRole
 
-__all__ = ["AmaxGroup", "AmaxSlot", "Fp8State", "LinearKey"]
+__all__ = ["AmaxGroup", "AmaxSlot", "Fp8State", "LinearKey", "SlotKey"]
 
 
 class LinearKey(NamedTuple):
@@ -116,7 +116,9 @@ class Fp8State:
     @classmethod
     def of(cls, compile_data: Any) -> Fp8State:
         """The FP8 state of the jitted function that ``compile_data`` belongs to."""
-        return vars(compile_data).setdefault("thunder_te_exec", cls())
+        if "thunder_te_exec" not in vars(compile_data):
+            compile_data.thunder_te_exec = cls()
+        return compile_data.thunder_te_exec
 
     def delayed_scaling_slots(
         self,

@@ -11,7 +11,7 @@ A linear inside a checkpointed region runs again in backward, as its first run d
     (y, saved, ctx) = te_recompute_linear(a, w, bias, first_run, *the same keywords)
 
 The three keywords say which gradients are wanted; they decide everything else. ``saved`` holds, in this order and only
-as far as wanted, the operands that the gradients need (:func:`saved_layout`).
+as far as wanted, the operands that the gradients need (:func:`saved_operands`).
 
 All symbols here are declared without an executor; ``thunder_te_exec.executor`` gives them what runs. Passes find them by
 identity: thunder compares symbols by ``id``, so that ``te_linear_3`` of one trace is still equal to ``te_linear``.
@@ -20,21 +20,24 @@ identity: thunder compares symbols by ``id``, so that ``te_linear_3`` of one tra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from thunder_te_exec import compat  # noqa: F401  (before thunder)
 
+import thunder.torch as ltorch
 from thunder.core import dtypes, prims
 from thunder.core.proxies import AnyProxy, Proxy, TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
+from thunder.executors.torchex import ex as torch_ex
 
 __all__ = [
     "Wanted",
+    "ctx_of",
     "is_te_backward",
     "is_te_linear",
     "is_te_recompute",
-    "saved_layout",
+    "is_unclaimed_linear",
+    "saved_operands",
     "te_functional_linear_backward",
     "te_linear",
     "te_recompute_linear",
@@ -63,44 +66,29 @@ class Wanted(NamedTuple):
         return self.input or self.weight
 
 
-@dataclass(frozen=True)
-class SavedTensor:
-    """One tensor that forward keeps for backward, and the gradient that needs it."""
+def saved_operands(saved: Sequence[Any], wanted: Wanted) -> tuple[Any, ...]:
+    """Of all four saved tensors, those that the wanted gradients read.
 
-    name: str
-    needed_by: str  # a field of Wanted
-    scale: bool  # a scale_inv of shape (1,), else FP8 data
-
-
-# wgrad contracts over rows: it reads the input column-wise, (K, M). dgrad contracts over output features: it reads the
-# weight column-wise, (K, N).
-_SAVED = (
-    SavedTensor("input_columnwise", "weight", scale=False),
-    SavedTensor("input_scale_inv", "weight", scale=True),
-    SavedTensor("weight_columnwise", "input", scale=False),
-    SavedTensor("weight_scale_inv", "input", scale=True),
-)
-
-
-def saved_layout(wanted: Wanted) -> tuple[SavedTensor, ...]:
-    """What the wanted gradients need from forward, in the order in which ``saved`` holds it."""
-    return tuple(s for s in _SAVED if getattr(wanted, s.needed_by))
+    The input's column-wise copy (K, M) and scale_inv, which wgrad contracts over rows, then the weight's (K, N) and
+    scale_inv, which dgrad contracts over output features.
+    """
+    return (*(saved[:2] if wanted.weight else ()), *(saved[2:] if wanted.input else ()))
 
 
 def _saved_proxies(a: TensorProxy, w: TensorProxy, wanted: Wanted) -> tuple[TensorProxy, ...]:
     rows = 1
     for dim in a.shape[:-1]:
         rows *= dim
-    columnwise = {"input_columnwise": (a.shape[-1], rows), "weight_columnwise": (w.shape[1], w.shape[0])}
+    shapes = ((a.shape[-1], rows), (1,), (w.shape[1], w.shape[0]), (1,))
     return tuple(
         TensorProxy(
-            shape=(1,) if s.scale else columnwise[s.name],
+            shape=shape,
             device=a.device,
-            dtype=dtypes.float32 if s.scale else dtypes.uint8,
+            dtype=dtypes.float32 if shape == (1,) else dtypes.uint8,
             requires_grad=False,
             prefix="s",
         )
-        for s in saved_layout(wanted)
+        for shape in saved_operands(shapes, wanted)
     )
 
 
@@ -161,9 +149,17 @@ te_functional_linear_backward = _symbol(
 te_sync_fp8_meta_bwd = _symbol("te_sync_fp8_meta_bwd", _te_sync_fp8_meta_bwd_meta, (prims.OpTags.DONT_DCE,))
 
 
+_UNCLAIMED = (prims.linear, ltorch.linear, torch_ex.opmap["linear"])
+
+
 def is_te_linear(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` is the forward of a claimed linear, numbered or not."""
     return bsym.sym == te_linear
+
+
+def is_unclaimed_linear(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` is a linear of the forward, other than a recomputation, that is not claimed."""
+    return BoundSymbolTag.BACKWARD not in bsym.tags and any(bsym.sym == sym for sym in _UNCLAIMED)
 
 
 def is_te_recompute(bsym: BoundSymbol) -> bool:
