@@ -119,6 +119,23 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
+class DetachedInPlace(nn.Module):
+    """A detached value that is written to in place: thunder gives it a gradient of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.detached = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.detached(x).detach()
+        h.mul_(0.5)
+        return self.trained(x) + h
+
+
+def a_detached_value_written_to_in_place() -> Program:
+    return DetachedInPlace(), _input(True)
+
+
 def a_checkpointed_region() -> Program:
     return _freeze(Checkpointed(), lambda name: not name.startswith("region.0")), _input(True)
 

@@ -24,7 +24,7 @@ def only_claim(compiled) -> Claim:
         (24, 32, 32, "24 input rows: FP8 GEMMs need a multiple of 16"),
         (16, 40, 32, "40 in_features: FP8 GEMMs need a multiple of 16"),
         (16, 32, 40, "40 out_features: FP8 GEMMs need a multiple of 16"),
-        (0, 32, 32, "input without rows"),
+        (0, 32, 32, "0 input rows: FP8 GEMMs need a multiple of 16"),
     ],
 )
 def test_a_dimension_that_does_not_fit_runs_in_high_precision_with_its_reason(
@@ -193,6 +193,19 @@ def test_a_linear_in_a_users_backward_is_not_claimed() -> None:
     compiled(x, w).sum().backward()
     assert "te_linear" not in str(thunder.last_backward_traces(compiled)[-1])
     torch.testing.assert_close(x.grad, torch.ones(16, 32) @ w, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_features, out_features", ((0, 16), (16, 0)))
+def test_a_linear_without_features_is_not_claimed_whatever_the_filter_says(in_features, out_features) -> None:
+    w = torch.zeros(out_features, in_features)
+    compiled = jitted(nn.functional.linear, torch.zeros(16, in_features), w, te_filter=lambda name, shape: True)
+    assert "need a multiple of 16" in only_claim(compiled).reason
+
+
+def test_weights_of_different_modules_of_a_function_have_different_names() -> None:
+    one, other = nn.Linear(32, 32), nn.Linear(32, 32)
+    compiled = jitted(lambda x: one(x) + other(x), torch.randn(16, 32))
+    assert len({c.weight for c in claims(compiled)}) == 2
 
 
 def test_a_linear_that_another_executor_took_first_says_so() -> None:

@@ -40,6 +40,44 @@ def test_amaxes_are_reduced_over_the_processes_if_the_recipe_says_so(reduce_amax
         assert scales[rank] == ([448.0 / 2, 57344.0 / 2] if reduce_amax else alone[rank])
 
 
+def uneven_worker(rank: int, port: int, results) -> None:
+    import thunder
+
+    from thunder_te_exec import fp8_state_dict, te_ex
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+
+        def forward(self, x, with_head=True):
+            h = self.first(x)
+            return self.head(h) if with_head else h
+
+    torch.manual_seed(0)
+    compiled = thunder.jit(Model(), executors=[te_ex], te_fp8_recipe=DelayedScaling(amax_history_len=2))
+    if rank == 0:
+        with torch.no_grad():
+            compiled(torch.zeros(16, 32), with_head=False)
+    for step in range(3):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+        compiled(x).sum().backward()
+    state = fp8_state_dict(compiled)
+    results.put((rank, {name: t.item() for name, t in state.items() if name.endswith("scale")}))
+    dist.destroy_process_group()
+
+
+def test_processes_that_compiled_in_another_order_reduce_the_same_amaxes() -> None:
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    mp.spawn(uneven_worker, args=(free_port(), results), nprocs=2)
+    scales = dict(results.get() for _ in range(2))
+    assert scales[0] == scales[1] and len(scales[0]) == 6
+
+
 def free_port() -> int:
     import socket
 

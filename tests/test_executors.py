@@ -122,6 +122,24 @@ def test_a_function_of_linears_trains() -> None:
     assert w1.grad.shape == w1.shape
 
 
+@pytest.mark.parametrize("claimed", (True, False), ids=("claimed", "not claimed"))
+def test_what_is_detached_and_written_to_in_place_alone_is_no_differentiable_output(claimed) -> None:
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            h = self.linear(x).detach()
+            h.mul_(0.5)
+            return h
+
+    module, head = Features(), nn.Linear(32, 1)
+    compiled = thunder.jit(module, executors=[te_ex], te_filter=lambda name, shape: claimed)
+    head(compiled(torch.randn(16, 32))).sum().backward()
+    assert module.linear.weight.grad is None and head.weight.grad is not None
+
+
 def test_a_trace_without_a_linear_is_left_alone() -> None:
     compiled = thunder.jit(lambda x: torch.relu(x) + 1, executors=[te_ex])
     x = torch.randn(4, 4, requires_grad=True)

@@ -10,6 +10,7 @@ import torch
 from programs import (
     TRAINING,
     a_checkpointed_region,
+    a_detached_value_written_to_in_place,
     first_linear_frozen_and_no_input_gradient,
     nothing_frozen,
 )
@@ -35,7 +36,11 @@ def test_inference_trace_is_the_golden_one(golden) -> None:
 
 @pytest.mark.parametrize("name", [run.__name__ for run in PASSES])
 def test_each_pass_rewrites_its_program_as_its_golden_trace_shows(name, golden) -> None:
-    module, x = (a_checkpointed_region if name == "recomputed_linears" else first_linear_frozen_and_no_input_gradient)()
+    programs = {
+        "recomputed_linears": a_checkpointed_region,
+        "zero_gradients": a_detached_value_written_to_in_place,
+    }
+    module, x = programs.get(name, first_linear_frozen_and_no_input_gradient)()
     trace, _ = joint_trace(module, x)
     for run in PASSES:
         rewritten = run(trace)

@@ -6,6 +6,7 @@ import pytest
 from programs import (
     TRAINING,
     a_checkpointed_region,
+    a_detached_value_written_to_in_place,
     every_even_linear_frozen,
     nothing_frozen,
     one_weight_in_two_linears,
@@ -21,6 +22,7 @@ from thunder_te_exec.passes import (
     needed_gradients,
     number_linears,
     recomputed_linears,
+    zero_gradients,
 )
 from thunder_te_exec.symbols import ctx_of, is_te_backward, is_te_linear, is_te_recompute, te_sync_fp8_meta_bwd
 from traces import flags, joint_trace
@@ -71,19 +73,26 @@ def recomputes_linears_as_their_first_run_did(trace: TraceCtx) -> bool:
     return {b.sym.name: contexts[b.args[3].name] for b in copies} == expected
 
 
+def computes_nothing_for_a_gradient_of_zeros(trace: TraceCtx) -> bool:
+    forward, backward = both_directions(trace)
+    gradients = trace.bound_symbols[-1].args[0]["output"]
+    return flags(forward) == [(False, False, False), (True, True, True)] and sum(g is not None for g in gradients) == 3
+
+
 GUARANTEES = {
     needed_gradients: has_the_flags_of_the_wanted_gradients,
     fewest_saved_tensors: saves_what_the_flags_need,
     fp8_meta_sync: syncs_once_last_before_the_return,
     number_linears: numbers_linears_and_their_contexts_in_order,
     recomputed_linears: recomputes_linears_as_their_first_run_did,
+    zero_gradients: computes_nothing_for_a_gradient_of_zeros,
 }
+PROGRAMS = {recomputed_linears: a_checkpointed_region, zero_gradients: a_detached_value_written_to_in_place}
 
 
 @pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__)
 def test_the_pass_gives_its_guarantee_and_nothing_else_does(run) -> None:
-    program = a_checkpointed_region if run is recomputed_linears else every_even_linear_frozen
-    before, _ = joint_trace(*program())
+    before, _ = joint_trace(*PROGRAMS.get(run, every_even_linear_frozen)())
     assert GUARANTEES[run](rewritten(before))
     assert not GUARANTEES[run](rewritten(before, without=run))
 

@@ -67,6 +67,7 @@ def current_with(**fields) -> Float8CurrentScaling:
         (DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=3)),
         (DelayedScaling(amax_compute_algo="most_recent"), DelayedScaling()),
         (DelayedScaling(amax_compute_algo=lambda history: history[0] * 8), DelayedScaling()),
+        (DelayedScaling(amax_compute_algo=lambda history: history[0]), DelayedScaling()),
         (DelayedScaling(scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: scale * 3), DelayedScaling()),
         (current_with(fp8_quant_fwd_inp=QParams(power_2_scale=True)), Float8CurrentScaling()),
         (current_with(fp8_quant_fwd_weight=QParams(power_2_scale=True)), Float8CurrentScaling()),
@@ -111,6 +112,11 @@ class Custom(recipes.Recipe):
         (DelayedScaling(fp8_mha=True), NotImplementedError, "DelayedScaling.fp8_mha=True"),
         (delayed_with(fp8_format="HYBRID"), ValueError, "DelayedScaling.fp8_format='HYBRID'"),
         (delayed_with(scaling_factor_compute_algo="x"), ValueError, "scaling_factor_compute_algo='x'"),
+        (delayed_with(margin=200), ValueError, "DelayedScaling.margin=200"),
+        (delayed_with(reduce_amax="no"), ValueError, "DelayedScaling.reduce_amax='no'"),
+        (current_with(fp8_gemm_dgrad=True), ValueError, "fp8_gemm_dgrad=True: expected .* MMParams"),
+        (current_with(fp8_quant_fwd_inp=None), ValueError, "fp8_quant_fwd_inp=None: expected an instance of QParams"),
+        (current_with(fp8_format=Format.E5M2), ValueError, "fp8_format=.*E5M2.*: expected Format.E4M3 or Format.HYBRID"),
         (DelayedScaling(amax_history_len=0), ValueError, "DelayedScaling.amax_history_len=0"),
         (current_with(backward_override="dequantized"), NotImplementedError, "backward_override='dequantized'"),
         (current_with(use_power_2_scales=True), NotImplementedError, "use_power_2_scales=True has no effect"),
@@ -220,6 +226,14 @@ def test_a_context_inside_a_jitted_function_raises() -> None:
 
     with pytest.raises(Exception, match="autocast inside a jitted function has no effect"):
         thunder.jit(f, executors=[te_ex])(INPUTS[0], LINEAR.weight)
+
+
+def test_a_recipe_that_restates_a_default_is_the_same_recipe() -> None:
+    compiled = thunder.jit(LINEAR, executors=[te_ex])
+    for recipe in (Float8CurrentScaling(), current_with(fp8_quant_fwd_inp=QParams())):
+        with autocast(recipe=recipe):
+            compiled(INPUTS[0])
+    assert len(thunder.compile_stats(compiled).interpreter_cache) == 1
 
 
 def test_an_equal_recipe_object_is_the_same_recipe() -> None:

@@ -140,6 +140,21 @@ def test_a_jitted_module_is_collected_with_its_state() -> None:
     assert state() is None
 
 
+@pytest.mark.parametrize("recipe_is_default", (True, False))
+def test_a_first_call_in_inference_mode_leaves_a_function_that_trains(recipe_is_default) -> None:
+    linear = nn.Linear(32, 32)
+    options = {} if recipe_is_default else {"te_weight_cache": True}
+    compiled, fresh = (thunder.jit(linear, executors=[te_ex], **options) for _ in range(2))
+    with torch.inference_mode():
+        compiled(X)
+    for x in (X, X * 3):
+        y = compiled(x)
+        y.sum().backward()
+        assert torch.equal(y, fresh(x))
+        with torch.no_grad():
+            compiled(x)
+
+
 def test_an_error_in_forward_leaves_a_jitted_module_usable() -> None:
     linear = nn.Linear(32, 32)
     compiled = thunder.jit(linear, executors=[te_ex])

@@ -82,6 +82,7 @@ def _program(trace: TraceCtx, numbers: dict[str, int]) -> str:
     for line in trace.python(print_depth=1).splitlines():
         if re.match(r"\s*# (/|<|Constructed)", line) or not line.strip():
             continue
+        line = re.sub(r"\((.*)\) = update_aliases\(\((.*)\)\)", _in_order_of_inputs, line)
         lines.append(line)
         outputs = line.split(" = ")[0]
         if outputs.lstrip().startswith("("):
@@ -94,6 +95,13 @@ def _program(trace: TraceCtx, numbers: dict[str, int]) -> str:
         return f"{prefix}{number}"
 
     return _NAME.sub(renumbered, "\n".join(lines)) + "\n"
+
+
+def _in_order_of_inputs(match: re.Match[str]) -> str:
+    """The pairs of an ``update_aliases``, which thunder puts in the order of a set."""
+    outputs, inputs = (re.findall(r"\w+", group) for group in match.groups())
+    pairs = sorted(zip(inputs, outputs), key=lambda pair: (len(pair[0]), pair[0]))
+    return f"({', '.join(o for _, o in pairs)},) = update_aliases(({', '.join(i for i, _ in pairs)},))"
 
 
 def tensors_saved(out: torch.Tensor) -> list[torch.Tensor]:

@@ -40,7 +40,7 @@ def autocast(*, enabled: bool = True, recipe: Any = None, amax_reduction_group: 
     """Run jitted functions in FP8 under ``recipe``, or not in FP8; means what ``te.autocast`` means.
 
     Where Transformer Engine can be used this enters ``te.autocast``, so the two nest in any order; elsewhere it works
-    by itself. A jitted function is compiled for each recipe that it is called under.
+    by itself, in the thread that enters it. A jitted function is compiled for each recipe that it is called under.
 
     Args:
         enabled: False runs in high precision what is compiled inside.

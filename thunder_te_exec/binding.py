@@ -30,10 +30,6 @@ from thunder_te_exec.weight_cache import WeightCache
 
 __all__ = ["bind"]
 
-_FORWARD = (TensorRole.INPUT, TensorRole.WEIGHT)
-_BACKWARD = (TensorRole.GRAD_OUTPUT,)
-
-
 def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol]) -> TraceCtx:
     """Bind the linears and scale updates of ``trace``. ``bound(symbol, fn)`` gives the symbol that runs ``fn``."""
     compile_data, compile_stats = compat.current_compilation()
@@ -61,8 +57,8 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
     }
     op_of_ctx = {ctx_of(bsym).name: ops[name] for name, bsym in linears.items() if ctx_of(bsym) is not None}
     recomputes = any(map(is_te_recompute, trace.bound_symbols))
-    context = Fp8ForwardContext(calls, updates[_FORWARD], recomputes=recomputes)
-    sync = BackwardSync(calls, updates[_BACKWARD])
+    context = Fp8ForwardContext(calls, updates[True], recomputes=recomputes)
+    sync = BackwardSync(calls, updates[False])
 
     def rebind(bsym: BoundSymbol) -> BoundSymbol:
         if is_te_linear(bsym):
@@ -85,26 +81,23 @@ def _delayed_scaling(
     settings: dict[torch.device, Settings],
     keys: dict[str, LinearKey],
     linears: dict[str, BoundSymbol],
-) -> tuple[dict[str, dict[TensorRole, AmaxSlot]], dict[tuple[TensorRole, ...], list[ScaleUpdate]]]:
-    """Delayed-scaling state: by linear its slots, and by direction its scale updates. Empty under other recipes."""
+) -> tuple[dict[str, dict[TensorRole, AmaxSlot]], dict[bool, list[ScaleUpdate]]]:
+    """Delayed-scaling state: by linear its slots, and by direction (forward?) the scale updates. Empty otherwise."""
     slots: dict[str, dict[TensorRole, AmaxSlot]] = {name: {} for name in linears}
-    updates: dict[tuple[TensorRole, ...], list[ScaleUpdate]] = {_FORWARD: [], _BACKWARD: []}
-    made: list[SlotKey] = []
-    for device, chosen in settings.items():
-        if not isinstance(chosen.recipe, DelayedScaling):
-            continue
-        here = [name for name, bsym in linears.items() if _device(bsym) == device]
-        for roles in updates:
-            tensors = [(name, role) for role in roles for name in here]
-            found, groups, new = state.delayed_scaling_slots(
-                [(keys[name], role, fp8_dtype(chosen.recipe, role), device) for name, role in tensors],
-                chosen.recipe.amax_history_len,
-            )
-            for (name, role), slot in zip(tensors, found):
-                slots[name][role] = slot
-            updates[roles] += [ScaleUpdate(chosen, group) for group in groups]
-            made += new
+    tensors: list[tuple[str, SlotKey]] = []
+    for role in TensorRole:
+        for name, bsym in linears.items():
+            device, recipe = _device(bsym), settings[_device(bsym)].recipe
+            if isinstance(recipe, DelayedScaling):
+                key = SlotKey(keys[name], role, recipe.amax_history_len, fp8_dtype(recipe, role), device)
+                tensors.append((name, key))
+    found, made = state.delayed_scaling_slots(key for _, key in tensors)
+    for (name, key), slot in zip(tensors, found):
+        slots[name][key.role] = slot
     take_loaded(state, made)
+    updates: dict[bool, list[ScaleUpdate]] = {True: [], False: []}
+    for kind in dict.fromkeys(key.kind for _, key in tensors):
+        updates[kind.forward].append(ScaleUpdate(settings[kind.device], state.groups[kind]))
     return slots, updates
 
 

@@ -99,8 +99,7 @@ def take_loaded(state: Fp8State, new: list[SlotKey]) -> None:
     targets = {f"{_name(k)}.{part}": t for k in new for part, t in zip(_PARTS, _tensors(state.slots[k]))}
     missing = targets.keys() - entries.keys()
     if strict and missing:
-        for key in new:
-            del state.slots[key]
+        state.forget(new)
         _raise_if_any(missing, (), ())
     with torch.no_grad():
         for name in targets.keys() & entries.keys():

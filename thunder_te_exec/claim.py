@@ -151,11 +151,9 @@ def _why_not_shape(a: TensorProxy, w: TensorProxy) -> str | None:
     rows = 1
     for dim in a.shape[:-1]:
         rows *= dim
-    if rows == 0:
-        return "input without rows"
     out_features, in_features = w.shape
     for what, size in (("input rows", rows), ("in_features", in_features), ("out_features", out_features)):
-        if size % ALIGNMENT:
+        if size % ALIGNMENT or size == 0:
             return f"{size} {what}: FP8 GEMMs need a multiple of {ALIGNMENT}"
     return None
 
@@ -164,7 +162,8 @@ def _why_not_worth(w: TensorProxy, name: str, te_filter: Callable[[str, tuple[in
     shape = tuple(w.shape)
     if te_filter is not None:
         try:
-            return None if te_filter(name, shape) else "te_filter returned False"
+            wanted = te_filter(name, shape)
+            return None if wanted else f"te_filter returned {wanted!r}"
         except Exception as e:
             raise RuntimeError(f"te_filter raised for {name!r} of shape {shape}: {type(e).__name__}: {e}") from e
     if is_thin(*shape):

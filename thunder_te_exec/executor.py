@@ -45,11 +45,9 @@ class TransformerEngineExecutor(OperatorExecutor, FusionExecutor):
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         note_linears_of_others(trace)
-        if not any(is_te_linear(bsym) for bsym in trace.bound_symbols):
-            return trace
         for run in PASSES:
             trace = run(trace)
-        return bind(trace, _bound)
+        return bind(trace, _bound) if any(map(is_te_linear, trace.bound_symbols)) else trace
 
 
 te_ex = TransformerEngineExecutor("thunder_te")

@@ -214,19 +214,35 @@ def fp8_linear_backward(
 
 
 class ScaleUpdate:
-    """Takes the amaxes of one group into its scales; under a recipe that reduces them, over all processes."""
+    """Takes the amaxes of all tensors of one kind into their scales; where the recipe says so, over all processes.
 
-    def __init__(self, settings: Settings, group: AmaxGroup) -> None:
+    Args:
+        settings: recipe, backend, and the process group to reduce over.
+        groups: the function's groups of that kind; later compilations add to the list. All are updated, as Transformer
+            Engine updates all modules that it has seen: a tensor that this call did not quantize has an amax of zero.
+    """
+
+    def __init__(self, settings: Settings, groups: list[AmaxGroup]) -> None:
         self._recipe, self._backend = settings.recipe, settings.backend
         self._process_group = settings.amax_reduction_group
-        self.group = group
+        self.groups = groups
 
     def __call__(self) -> None:
         if self._recipe.reduce_amax and _is_distributed(self._process_group):
-            torch.distributed.all_reduce(
-                self.group.history[0], op=torch.distributed.ReduceOp.MAX, group=self._process_group
-            )
-        self._backend.update_scales(self.group, self._recipe)
+            self._reduce()
+        for group in self.groups:
+            self._backend.update_scales(group, self._recipe)
+
+    def _reduce(self) -> None:
+        # One reduction, in an order that does not depend on what a process happened to compile first.
+        keys = [key for group in self.groups for key in group.keys]
+        order = sorted(range(len(keys)), key=lambda i: (keys[i].linear, keys[i].role.name))
+        amaxes = torch.cat([group.history[0] for group in self.groups])
+        reduced = amaxes[order]
+        torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=self._process_group)
+        amaxes[order] = reduced
+        rows = [group.history[0] for group in self.groups]
+        torch._foreach_copy_(rows, list(amaxes.split([row.numel() for row in rows])))
 
 
 def _is_distributed(process_group: Any) -> bool:
@@ -260,7 +276,7 @@ class Fp8ForwardContext:
             if torch.is_grad_enabled():
                 for update in self._updates:
                     if self._recomputes:
-                        call.forward_scales[update.group] = update.group.scale.clone()
+                        call.forward_scales.update({group: group.scale.clone() for group in update.groups})
                     update()
             return out
 
@@ -278,5 +294,5 @@ class BackwardSync:
         if call.backward_scales:
             return
         for update in self._updates:
-            call.backward_scales[update.group] = update.group.scale.clone()
+            call.backward_scales.update({group: group.scale.clone() for group in update.groups})
             update()

@@ -81,10 +81,11 @@ class WeightNames:
             _collect_producers(trace.bound_symbols, self._producers)
         if self._prologue is None or self._prologue() is not prologue:
             self._prologue = weakref.ref(prologue)
+            unpacked = [b for b in prologue.bound_symbols if b.sym.id in _UNPACK_IDS and isinstance(b.output, Proxy)]
+            # A function may use several modules, whose parameters have equal names: the modules' own tell them apart.
+            several = len({b.args[0].name for b in unpacked}) > 1
             self._parameters = {
-                b.output.name: b.args[1]
-                for b in prologue.bound_symbols
-                if b.sym.id in _UNPACK_IDS and isinstance(b.output, Proxy)
+                b.output.name: f"{b.args[0].name}.{b.args[1]}" if several else b.args[1] for b in unpacked
             }
 
 

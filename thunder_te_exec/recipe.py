@@ -107,13 +107,18 @@ def check_supported(recipe: Any) -> None:
         _check_current(recipe)
 
 
+_LARGEST_MARGIN = 64  # float32 scales have exponents to 127
+
+
 def _check_delayed(recipe: Any) -> None:
-    if not isinstance(recipe.amax_history_len, int) or recipe.amax_history_len < 1:
+    if type(recipe.amax_history_len) is not int or recipe.amax_history_len < 1:
         raise ValueError(
             f"DelayedScaling.amax_history_len={recipe.amax_history_len!r}: expected an integer of at least 1"
         )
-    if not isinstance(recipe.margin, int):
-        raise ValueError(f"DelayedScaling.margin={recipe.margin!r}: expected an integer")
+    if type(recipe.margin) is not int or not -_LARGEST_MARGIN <= recipe.margin <= _LARGEST_MARGIN:
+        raise ValueError(f"DelayedScaling.margin={recipe.margin!r}: expected an integer from -64 to 64")
+    if type(recipe.reduce_amax) is not bool:
+        raise ValueError(f"DelayedScaling.reduce_amax={recipe.reduce_amax!r}: expected True or False")
     algo = recipe.amax_compute_algo
     if algo not in ("max", "most_recent") and not callable(algo):
         raise ValueError(
@@ -127,6 +132,11 @@ def _check_delayed(recipe: Any) -> None:
 def _check_current(recipe: Any) -> None:
     # Transformer Engine reads the operands' own options only, and ignores the flag of an instance.
     options = [role.value for role in TensorRole]
+    for name, expected in (*((n, QParams) for n in options), *((p.value[0], MMParams) for p in Product)):
+        if not isinstance(getattr(recipe, name), expected):
+            raise ValueError(
+                f"Float8CurrentScaling.{name}={getattr(recipe, name)!r}: expected an instance of {expected.__name__}"
+            )
     if recipe.use_power_2_scales and not all(getattr(recipe, name).power_2_scale for name in options):
         raise NotImplementedError(
             "Float8CurrentScaling.use_power_2_scales=True has no effect in Transformer Engine: assign "
@@ -141,7 +151,8 @@ def _check_current(recipe: Any) -> None:
 
 def same_recipe(a: Any, b: Any) -> bool:
     """Whether two recipes ask for the same numbers: the same class, and equal fields."""
-    return type(a) is type(b) and _fields(a) == _fields(b)
+    names = _fields(a).keys() | _fields(b).keys()
+    return type(a) is type(b) and all(getattr(a, name) == getattr(b, name) for name in names)
 
 
 def describe(recipe: Any) -> dict[str, str]:

@@ -101,7 +101,7 @@ def recipe_in_force(context: Fp8Context | None, option: Any, device: torch.devic
 def _backend(name: str | None, device: torch.device) -> tuple[Backend | None, str]:
     if name is None:
         return default_backend(device)
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(f"te_backend={name!r}: expected one of {', '.join(map(repr, BACKENDS))}")
     backend = BACKENDS[name]()
     why = backend.why_not(device)

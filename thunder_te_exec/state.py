@@ -6,7 +6,7 @@ and dies with it and two jitted functions never share any.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from thunder_te_exec.names import WeightNames
 from thunder_te_exec.recipe import TensorRole
 
-__all__ = ["AmaxGroup", "AmaxSlot", "Fp8State", "LinearKey", "SlotKey"]
+__all__ = ["AmaxGroup", "AmaxSlot", "Fp8State", "GroupKind", "LinearKey", "SlotKey"]
 
 
 class LinearKey(NamedTuple):
@@ -56,12 +56,17 @@ class AmaxGroup:
         history: float32 (amax_history_len, tensors); row 0 collects the current step.
         scale: float32 (tensors,).
         dtype: FP8 type that the tensors are quantized to.
+        keys: whose tensors they are, in order.
     """
 
-    def __init__(self, tensors: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.history = torch.zeros(length, tensors, dtype=torch.float32, device=device)
-        self.scale = torch.ones(tensors, dtype=torch.float32, device=device)
+    def __init__(
+        self, tensors: int, length: int, dtype: torch.dtype, device: torch.device, keys: Sequence[SlotKey] = ()
+    ) -> None:
+        with torch.inference_mode(False):  # what is made inside inference mode can't be updated outside of it
+            self.history = torch.zeros(length, tensors, dtype=torch.float32, device=device)
+            self.scale = torch.ones(tensors, dtype=torch.float32, device=device)
         self.dtype = dtype
+        self.keys = tuple(keys)
         self._replay: AmaxGroup | None = None
         self._replayed: torch.Tensor | None = None
 
@@ -82,12 +87,27 @@ class AmaxGroup:
             self._replayed = scale
 
 
+class GroupKind(NamedTuple):
+    """What tensors have in common that are updated together."""
+
+    forward: bool
+    length: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class SlotKey(NamedTuple):
+    """A tensor that is quantized with delayed scaling: which one of which linear, and how."""
+
     linear: LinearKey
     role: TensorRole
     length: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def kind(self) -> GroupKind:
+        return GroupKind(self.role.forward, self.length, self.dtype, self.device)
 
 
 @dataclass
@@ -99,6 +119,7 @@ class Fp8State:
         claims: decision for each linear that was looked at, with its reason (``thunder_te_exec.claim``).
         warned: warnings already given, each at most once a jitted function.
         slots: delayed-scaling state of every tensor that has been compiled.
+        groups: where these lie, by kind; a list grows when a compilation meets new linears.
         recipes: those that the function has been compiled for, each once.
         weights: quantized weights that are kept between calls, by linear and recipe.
         loaded: entries of a checkpoint that was loaded before the first compilation, for the slots that it will make,
@@ -109,6 +130,7 @@ class Fp8State:
     claims: dict[Any, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     slots: dict[SlotKey, AmaxSlot] = field(default_factory=dict)
+    groups: dict[GroupKind, list[AmaxGroup]] = field(default_factory=dict)
     recipes: list[Any] = field(default_factory=list)
     weights: dict[Any, Any] = field(default_factory=dict)
     loaded: tuple[dict[str, torch.Tensor], bool] | None = None
@@ -120,26 +142,28 @@ class Fp8State:
             compile_data.thunder_te_exec = cls()
         return compile_data.thunder_te_exec
 
-    def delayed_scaling_slots(
-        self,
-        tensors: Iterable[tuple[LinearKey, TensorRole, torch.dtype, torch.device]],
-        history_len: int,
-    ) -> tuple[list[AmaxSlot], list[AmaxGroup], list[SlotKey]]:
-        """State of the given tensors, made where it does not exist yet.
+    def delayed_scaling_slots(self, keys: Iterable[SlotKey]) -> tuple[list[AmaxSlot], list[SlotKey]]:
+        """State of the tensors of ``keys``, made where it does not exist yet.
 
-        New tensors of one type and device go into one group together.
+        New tensors of one kind go into one group together.
 
         Returns:
-            A slot for each tensor, in order, the groups that these slots lie in, and the keys of those that are new.
+            A slot for each tensor, in order, and the keys of those that are new.
         """
-        keys = [SlotKey(k, role, history_len, dtype, device) for k, role, dtype, device in tensors]
-        new: dict[tuple[torch.dtype, torch.device], list[SlotKey]] = {}
+        keys = list(keys)
+        new: dict[GroupKind, list[SlotKey]] = {}
         for key in dict.fromkeys(keys):
             if key not in self.slots:
-                new.setdefault((key.dtype, key.device), []).append(key)
-        for (dtype, device), members in new.items():
-            group = AmaxGroup(len(members), history_len, dtype, device)
+                new.setdefault(key.kind, []).append(key)
+        for kind, members in new.items():
+            group = AmaxGroup(len(members), kind.length, kind.dtype, kind.device, members)
+            self.groups.setdefault(kind, []).append(group)
             self.slots.update({key: group.slot(i) for i, key in enumerate(members)})
-        groups = {id(self.slots[key].group): self.slots[key].group for key in keys}
-        made = [key for members in new.values() for key in members]
-        return [self.slots[key] for key in keys], list(groups.values()), made
+        return [self.slots[key] for key in keys], [key for members in new.values() for key in members]
+
+    def forget(self, keys: Iterable[SlotKey]) -> None:
+        """Undo the making of the slots of ``keys``, all of whose groups were made with them."""
+        for key in keys:
+            group = self.slots.pop(key).group
+            groups = self.groups[key.kind]
+            groups[:] = [g for g in groups if g is not group]

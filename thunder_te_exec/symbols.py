@@ -6,15 +6,15 @@ to two dimensions becomes::
     (y, saved, ctx) = te_linear(a, w, bias, input_requires_grad=, weight_requires_grad=, bias_requires_grad=)
     (ga, gw, gb) = te_functional_linear_backward(a.shape, w.shape, bias_shape, ctx, saved, gy, *the same keywords)
 
-A linear inside a checkpointed region runs again in backward, as its first run did: ``first_run`` is that run's context::
+A linear inside a checkpointed region runs again in backward as its first run did, whose context is ``first_run``::
 
     (y, saved, ctx) = te_recompute_linear(a, w, bias, first_run, *the same keywords)
 
 The three keywords say which gradients are wanted; they decide everything else. ``saved`` holds, in this order and only
 as far as wanted, the operands that the gradients need (:func:`saved_operands`).
 
-All symbols here are declared without an executor; ``thunder_te_exec.executor`` gives them what runs. Passes find them by
-identity: thunder compares symbols by ``id``, so that ``te_linear_3`` of one trace is still equal to ``te_linear``.
+All symbols here are declared without an executor; ``thunder_te_exec.executor`` gives them what runs. Passes find them
+by identity: thunder compares symbols by ``id``, so that ``te_linear_3`` of one trace is still equal to ``te_linear``.
 """
 
 from __future__ import annotations

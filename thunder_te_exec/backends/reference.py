@@ -106,7 +106,7 @@ def update_scales_unfused(group: AmaxGroup, recipe: DelayedScaling) -> None:
     """Delayed scaling's update in torch operations, for every recipe, with functions of the user's too."""
     history, scale = group.history, group.scale
     if callable(recipe.amax_compute_algo):
-        amax = recipe.amax_compute_algo(history)
+        amax = recipe.amax_compute_algo(history).clone()  # it may be a view of what is cleared next
     elif recipe.amax_compute_algo == "max":
         amax = history.amax(dim=0)
     else:
