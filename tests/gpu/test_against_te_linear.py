@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import thunder
 import torch
+from recipes import RECIPES
 from thunder_te_exec import autocast, te_ex
-from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams
+from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
 from torch import nn
 
 # TE rounds a float32 bias to bfloat16, which a test of its own bounds.
@@ -15,21 +16,6 @@ DTYPES_AND_BIAS = [
     (torch.float32, False),
 ]
 DIMS = (64, 128, 96, 64)
-
-
-def powers_of_two() -> Float8CurrentScaling:
-    recipe = Float8CurrentScaling()
-    recipe.fp8_quant_fwd_inp = recipe.fp8_quant_fwd_weight = recipe.fp8_quant_bwd_grad = QParams(power_2_scale=True)
-    return recipe
-
-
-RECIPES = {
-    "delayed": lambda: DelayedScaling(amax_history_len=4),
-    "delayed-most-recent": lambda: DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent", margin=1),
-    "delayed-e4m3": lambda: DelayedScaling(fp8_format=Format.E4M3),
-    "current": Float8CurrentScaling,
-    "current-powers-of-two": powers_of_two,
-}
 
 
 def stack(dtype: torch.dtype, bias: bool, frozen: tuple[int, ...]) -> nn.Sequential:
