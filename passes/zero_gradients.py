@@ -14,8 +14,9 @@ After; what computed ``gx1`` and ``gw1`` is dead now, and the next pass drops it
 
     return {'output': (gx2, None, gw2), ...}
 
-Gradients are linear in the gradients of the outputs (``get_grad``). So one that depends on none of these is zero, and
-eager torch gives None for it.
+Zero is what thunder makes of zeros, and what symbols that keep zeros compute from it: a linear's backward, products,
+sums, changes of shape or type. That a gradient does not depend on the outputs' gradients is no sign: a user's
+``autograd.Function`` may return what it likes. Eager torch gives None where no gradient flows.
 """
 
 from __future__ import annotations
@@ -26,33 +27,54 @@ from thunder_te_exec.symbols import is_te_backward
 import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.torchex import ex as torch_ex
 
 __all__ = ["zero_gradients"]
 
-_ADDS = (ltorch.add, torch_ex.opmap["add"])
-_ZEROS = (ltorch.zeros, torch_ex.opmap["zeros"])
+
+def _ids(*names: str, primitives: tuple[Symbol, ...] = ()) -> frozenset:
+    """Ids of thunder's symbols of these names, as traced and as run by torch."""
+    traced = (getattr(ltorch, name) for name in names)
+    run = (torch_ex.opmap[name] for name in names if name in torch_ex.opmap)
+    return frozenset(symbol.id for symbol in (*traced, *run, *primitives))
+
+
+_ZEROS = _ids("zeros")
+_ADDS = _ids("add", primitives=(prims.add,))
+#: Zero where any operand is.
+_PRODUCTS = _ids("mul", "matmul", primitives=(prims.mul, prims.matmul))
+#: Zero where their one operand is.
+_KEEP_ZEROS = _ids(
+    *("neg", "sum", "to", "reshape", "permute", "transpose", "expand", "squeeze", "unsqueeze", "contiguous"),
+    primitives=(
+        prims.neg,
+        prims.sum,
+        prims.convert_element_type,
+        prims.reshape,
+        prims.transpose,
+        prims.broadcast_in_dim,
+        prims.squeeze,
+        prims.shallow_copy,
+    ),
+)
 
 
 def zero_gradients(trace: TraceCtx) -> TraceCtx:
-    """Take gradients that depend on no output's gradient out of sums with others, and out of the return."""
+    """Take gradients that are known to be zero out of sums with others, and out of the return."""
     returned = trace.bound_symbols[-1].args
     if not (returned and isinstance(returned[0], dict) and "fw_flat_out" in returned[0]):
         return trace  # no joint trace: what is returned are the outputs
-    flows: set[str] = set()  # names of what depends on a gradient of an output
-    zeros: set[str] = set()  # names of gradients that do not
+    zeros: set[str] = set()
     swaps: dict[Variable, Proxy] = {}
     bound_symbols = []
     for bsym in trace.bound_symbols:
         bsym = bsym.from_bsym_swap_proxies(swaps)
         if bsym.sym.id is prims.PrimIDs.RETURN:
-            bound_symbols.append(_without_zero_gradients(bsym, flows))
+            bound_symbols.append(_without_zero_gradients(bsym, zeros))
             continue
-        if bsym.sym == prims.get_grad or any(p.name in flows for p in bsym.flat_proxy_args):
-            flows.update(o.name for o in bsym.flat_proxy_outs)
-        elif is_te_backward(bsym) or (BoundSymbolTag.BACKWARD in bsym.tags and _is_any(bsym, _ZEROS)):
+        if _is_zero(bsym, zeros):
             zeros.update(o.name for o in bsym.flat_proxy_outs)
         summand = _only_summand(bsym, zeros)
         if summand is not None:
@@ -62,15 +84,30 @@ def zero_gradients(trace: TraceCtx) -> TraceCtx:
     return with_bound_symbols(trace, bound_symbols, "Zero gradients")
 
 
-def _without_zero_gradients(bsym: BoundSymbol, flows: set[str]) -> BoundSymbol:
+def _is_zero(bsym: BoundSymbol, zeros: set[str]) -> bool:
+    if BoundSymbolTag.BACKWARD not in bsym.tags:
+        return False
+    if is_te_backward(bsym):
+        return bsym.args[5].name in zeros
+    if bsym.sym.id in _ZEROS:
+        return True
+    operands = [p.name in zeros for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
+    if bsym.sym.id in _PRODUCTS:
+        return any(operands)
+    if bsym.sym.id in _ADDS:
+        return operands == [True, True]  # a number may have been added
+    return bsym.sym.id in _KEEP_ZEROS and operands == [True]
+
+
+def _without_zero_gradients(bsym: BoundSymbol, zeros: set[str]) -> BoundSymbol:
     returned = bsym.args[0]
-    grads = tuple(g if isinstance(g, Proxy) and g.name in flows else None for g in returned["output"])
+    grads = tuple(None if isinstance(g, Proxy) and g.name in zeros else g for g in returned["output"])
     return bsym.from_bsym(args=({**returned, "output": grads},))
 
 
 def _only_summand(bsym: BoundSymbol, zeros: set[str]) -> TensorProxy | None:
     """Of a sum of two gradients one of which is zero, the other, where it has the sum's type and shape."""
-    if BoundSymbolTag.BACKWARD not in bsym.tags or not _is_any(bsym, _ADDS):
+    if BoundSymbolTag.BACKWARD not in bsym.tags or bsym.sym.id not in _ADDS:
         return None
     tensors = [p for p in bsym.args if isinstance(p, TensorProxy)]
     others = [p for p in tensors if p.name not in zeros]
@@ -79,6 +116,3 @@ def _only_summand(bsym: BoundSymbol, zeros: set[str]) -> TensorProxy | None:
     (other,), out = others, bsym.output
     return other if (tuple(other.shape), other.dtype) == (tuple(out.shape), out.dtype) else None
 
-
-def _is_any(bsym: BoundSymbol, symbols: tuple) -> bool:
-    return any(bsym.sym == sym for sym in symbols)

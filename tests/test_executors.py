@@ -140,6 +140,59 @@ def test_what_is_detached_and_written_to_in_place_alone_is_no_differentiable_out
     assert module.linear.weight.grad is None and head.weight.grad is not None
 
 
+def test_a_gradient_that_a_users_function_makes_of_nothing_is_kept() -> None:
+    class Constant(torch.autograd.Function):
+        """A backward that ignores the gradient it gets, as of a loss that is always the last thing."""
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return x * 2.0
+
+    def f(x, w, v):
+        return Constant.apply(nn.functional.linear(x, w)) + nn.functional.linear(x, v).sum()
+
+    x, w, v = torch.randn(16, 32), torch.randn(32, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
+    compiled = thunder.jit(f, executors=[te_ex], te_filter=lambda name, shape: False)
+    found = torch.autograd.grad(compiled(x, w, v), (w, v))
+    for ours, eager in zip(found, torch.autograd.grad(f(x, w, v), (w, v))):
+        torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("kind", ("copied to", "added to", "a number added", "an element set"))
+def test_zeros_that_a_users_backward_starts_from_are_not_taken_for_its_result(kind) -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            z = torch.zeros(16, 32)
+            if kind == "copied to":
+                z.copy_(g)
+                return z
+            if kind == "added to":
+                return z + g
+            if kind == "a number added":
+                return (z + 1.0) * g
+            z[0] = g[0]
+            return z
+
+    def f(x, w):
+        return Double.apply(nn.functional.linear(x, w)).sum()
+
+    x, w = torch.randn(16, 32), torch.randn(32, 32, requires_grad=True)
+    compiled = thunder.jit(f, executors=[te_ex], te_filter=lambda name, shape: False)
+    (found,) = torch.autograd.grad(compiled(x, w), (w,))
+    torch.testing.assert_close(found, *torch.autograd.grad(f(x, w), (w,)))
+
+
 def test_a_trace_without_a_linear_is_left_alone() -> None:
     compiled = thunder.jit(lambda x: torch.relu(x) + 1, executors=[te_ex])
     x = torch.randn(4, 4, requires_grad=True)

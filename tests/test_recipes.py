@@ -116,7 +116,7 @@ class Custom(recipes.Recipe):
         (delayed_with(reduce_amax="no"), ValueError, "DelayedScaling.reduce_amax='no'"),
         (current_with(fp8_gemm_dgrad=True), ValueError, "fp8_gemm_dgrad=True: expected .* MMParams"),
         (current_with(fp8_quant_fwd_inp=None), ValueError, "fp8_quant_fwd_inp=None: expected an instance of QParams"),
-        (current_with(fp8_format=Format.E5M2), ValueError, "fp8_format=.*E5M2.*: expected Format.E4M3 or Format.HYBRID"),
+        (current_with(fp8_format=Format.E5M2), ValueError, "fp8_format=.*E5M2.*: expected Format.E4M3"),
         (DelayedScaling(amax_history_len=0), ValueError, "DelayedScaling.amax_history_len=0"),
         (current_with(backward_override="dequantized"), NotImplementedError, "backward_override='dequantized'"),
         (current_with(use_power_2_scales=True), NotImplementedError, "use_power_2_scales=True has no effect"),
