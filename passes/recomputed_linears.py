@@ -52,11 +52,24 @@ def recomputed_linears(trace: TraceCtx) -> TraceCtx:
 
 
 def _pair_with_first_runs(linears: list[BoundSymbol]) -> dict[int, tuple[BoundSymbol, BoundSymbol]]:
-    """By id of the copy: the copy and its first run. thunder prefixes the names of a copy's outputs with "bw_"."""
+    """By id of the copy: the copy and its first run.
+
+    thunder prefixes the names of a copy's outputs with "bw_". A linear that needs no gradient is lowered after copying
+    and has names of its own: such copies are those of the linears of their weight, in order.
+    """
     first_runs = {b.output[0].name: b for b in linears if BoundSymbolTag.BACKWARD not in b.tags}
+    by_weight: dict[str, list[BoundSymbol]] = {}
+    for first in first_runs.values():
+        if BoundSymbolTag.RECOMPUTE_IN_BACKWARD in first.tags:
+            by_weight.setdefault(first.args[1].name, []).append(first)
     pairs = {}
     for copy in linears:
+        if BoundSymbolTag.BACKWARD not in copy.tags:
+            continue
         first = first_runs.get(copy.output[0].name.removeprefix("bw_"))
-        if BoundSymbolTag.BACKWARD in copy.tags and first is not None:
+        same_weight = by_weight.get(copy.args[1].name, [])
+        if first is None and same_weight:
+            first = same_weight.pop(0)
+        if first is not None:
             pairs[id(copy)] = (copy, first)
     return pairs

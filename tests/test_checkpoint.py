@@ -159,6 +159,41 @@ def test_current_scaling_has_nothing_to_save_and_says_which_recipe_it_was() -> N
         load_fp8_state_dict(trained(), state)
 
 
+def test_a_loaded_function_that_was_not_called_saves_what_was_loaded() -> None:
+    state = fp8_state_dict(trained())
+    other = function()
+    load_fp8_state_dict(other, state)
+    again = fp8_state_dict(other)
+    assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
+
+
+def test_modules_that_share_a_weight_load_before_the_first_call() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    compiled = function(Shared())
+    compiled(batch(0)).sum().backward()
+    other = function(Shared())
+    load_fp8_state_dict(other, fp8_state_dict(compiled))
+    assert torch.equal(compiled(batch(1)), other(batch(1)))
+
+
+def test_state_of_the_recipe_in_force_loads_after_a_call_under_another() -> None:
+    state = fp8_state_dict(trained())
+    other = function()
+    with autocast(recipe=Float8CurrentScaling()):
+        other(batch(0))
+    load_fp8_state_dict(other, state)
+    other(batch(0))
+
+
 def test_what_is_no_state_dict_of_ours_is_refused() -> None:
     with pytest.raises(ValueError, match="expected the entry 'thunder_te_exec.recipes'"):
         load_fp8_state_dict(function(), Tied().state_dict())

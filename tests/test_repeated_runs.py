@@ -6,7 +6,7 @@ import pytest
 import thunder
 import torch
 from programs import Checkpointed
-from thunder_te_exec import te_ex
+from thunder_te_exec import fp8_state_dict, te_ex
 from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
 from torch import nn
 from traces import tensors_saved
@@ -67,6 +67,39 @@ def test_checkpointed_calls_whose_backwards_come_later_and_in_reverse_use_their_
             y.backward(torch.ones_like(y))
         found.append([*(x.grad for x in inputs), *(p.grad for p in module.parameters())])
     assert same(*found)
+
+
+class NoGradInside(nn.Module):
+    """A checkpointed region with a linear that no gradient goes through."""
+
+    def __init__(self, checkpoint: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.checkpoint = checkpoint
+
+    def region(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            u = self.b(x)
+        return self.a(x * u)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpoint:
+            return torch.utils.checkpoint.checkpoint(self.region, x, use_reentrant=False)
+        return self.region(x)
+
+
+def test_a_recomputed_linear_without_gradients_is_the_one_that_ran_first() -> None:
+    found, keys = [], []
+    for checkpoint in (False, True):
+        torch.manual_seed(0)
+        module = NoGradInside(checkpoint)
+        function = compiled(module, "delayed")
+        inputs = [(batch(0) * 0.01 * (n + 1)).requires_grad_() for n in range(3)]
+        for y in [function(x) for x in inputs]:
+            y.backward(torch.ones_like(y))
+        found.append([*(x.grad for x in inputs), *(p.grad for p in module.a.parameters())])
+        keys.append(set(fp8_state_dict(function)))
+    assert same(*found) and keys[0] == keys[1]
 
 
 @pytest.mark.parametrize("checkpoint", (False, True), ids=("plain", "checkpointed"))

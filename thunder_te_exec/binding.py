@@ -26,7 +26,7 @@ from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype, same_r
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxSlot, Fp8State, LinearKey, SlotKey
 from thunder_te_exec.symbols import ctx_of, is_te_linear, is_te_recompute, is_unclaimed_linear, te_sync_fp8_meta_bwd
-from thunder_te_exec.weight_cache import WeightCache
+from thunder_te_exec.weight_cache import OptimizerSteps, WeightCache
 
 __all__ = ["bind"]
 
@@ -109,7 +109,9 @@ def _weight_cache(state: Fp8State, key: LinearKey, settings: Settings) -> Weight
     if not settings.weight_cache:
         return None
     recipe = next(i for i, known in enumerate(state.recipes) if same_recipe(known, settings.recipe))
-    return state.weights.setdefault((key, recipe), WeightCache())
+    if state.optimizer_steps is None:
+        state.optimizer_steps = OptimizerSteps()
+    return state.weights.setdefault((key, recipe), WeightCache(state.optimizer_steps))
 
 
 def _keys(trace: TraceCtx, state: Fp8State, compile_stats: Any) -> dict[str, LinearKey]:

@@ -41,6 +41,8 @@ def fp8_state_dict(jitted: Any) -> dict[str, torch.Tensor]:
     """
     state = Fp8State.of(compat.jitted_compile_data(jitted))
     found = {_RECIPES: _encode([describe(r) for r in state.recipes])}
+    if state.loaded is not None and not state.recipes:  # loaded, and not called yet
+        found = {_RECIPES: state.loaded_recipes, **state.loaded[0]}
     for key, slot in state.slots.items():
         for part, tensor in zip(_PARTS, _tensors(slot)):
             found[f"{_name(key)}.{part}"] = tensor.detach().clone()
@@ -69,6 +71,7 @@ def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], str
     if not state.slots:
         _check_before_first_call(entries, compile_data.fn, strict)
         state.loaded = (dict(entries), strict)
+        state.loaded_recipes = state_dict[_RECIPES].detach().clone()
         return
     targets = {
         f"{_name(key)}.{part}": tensor
@@ -126,7 +129,8 @@ def _check_recipes(state: Fp8State, state_dict: Mapping[str, torch.Tensor], comp
         raise ValueError(f"expected the entry {_RECIPES!r}: not a state dict of fp8_state_dict")
     saved = json.loads(bytes(state_dict[_RECIPES].tolist()))
     option = compile_data.compile_options.get("te_fp8_recipe")
-    ours = [describe(r) for r in state.recipes or [recipe_in_force(active_context(), option, _device(compile_data.fn))]]
+    in_force = recipe_in_force(active_context(), option, _device(compile_data.fn))
+    ours = [describe(recipe) for recipe in (*state.recipes, in_force)]
     if saved and not any(recipe in ours for recipe in saved):
         raise ValueError(
             f"FP8 state was saved under {_show(saved)} and is loaded under {_show(ours)}: "
@@ -144,7 +148,9 @@ def _device(fn: Any) -> torch.device:
 
 
 def _check_before_first_call(entries: Mapping[str, torch.Tensor], fn: Any, strict: bool) -> None:
-    names = {n.removesuffix(".weight") for n, _ in fn.named_parameters()} if isinstance(fn, torch.nn.Module) else None
+    names = None
+    if isinstance(fn, torch.nn.Module):
+        names = {n.removesuffix(".weight") for n, _ in fn.named_parameters(remove_duplicate=False)}
     missing, unexpected, misshapen = [], [], []
     for name, tensor in entries.items():
         rest, _, part = name.rpartition(".")

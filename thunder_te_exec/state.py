@@ -122,8 +122,10 @@ class Fp8State:
         groups: where these lie, by kind; a list grows when a compilation meets new linears.
         recipes: those that the function has been compiled for, each once.
         weights: quantized weights that are kept between calls, by linear and recipe.
+        optimizer_steps: counts optimizers' steps where weights are kept; None elsewhere.
         loaded: entries of a checkpoint that was loaded before the first compilation, for the slots that it will make,
             and whether all of them must be there.
+        loaded_recipes: the checkpoint's own entry of its recipes.
     """
 
     names: WeightNames = field(default_factory=WeightNames)
@@ -133,7 +135,9 @@ class Fp8State:
     groups: dict[GroupKind, list[AmaxGroup]] = field(default_factory=dict)
     recipes: list[Any] = field(default_factory=list)
     weights: dict[Any, Any] = field(default_factory=dict)
+    optimizer_steps: Any = None
     loaded: tuple[dict[str, torch.Tensor], bool] | None = None
+    loaded_recipes: torch.Tensor | None = None
 
     @classmethod
     def of(cls, compile_data: Any) -> Fp8State:

@@ -6,40 +6,51 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from thunder_te_exec.backends import Operand, Quantize
 
-__all__ = ["WeightCache"]
+__all__ = ["OptimizerSteps", "WeightCache"]
+
+
+class OptimizerSteps:
+    """Counts the steps of all torch optimizers: fused ones write to weights without torch counting it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        this = weakref.ref(self)
+
+        def step(*_: object) -> None:
+            counter = this()
+            if counter is not None:
+                counter.count += 1
+
+        weakref.finalize(self, register_optimizer_step_post_hook(step).remove)
 
 
 class WeightCache:
     """The FP8 operand of one linear's weight, for gradient accumulation: one quantization an optimizer step.
 
-    It is made again when the weight is another tensor, has another storage, or was written to in place, which torch
-    counts (``Tensor._version``): by an optimizer, ``copy_`` or ``load_state_dict``. What is written through ``.data``,
-    which torch does not count, is not seen.
+    It is made again after any optimizer's step, and when the weight is another tensor, has another storage, or was
+    written to in place, which torch counts (``Tensor._version``): by ``copy_`` or ``load_state_dict``. What is written
+    through ``.data``, which torch does not count, is not seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps: OptimizerSteps) -> None:
+        self._steps = steps
         self._weight: weakref.ref[torch.Tensor] | None = None
-        self._state: tuple[int, int] | None = None
+        self._state: tuple[int, int, int] | None = None
         self._operand: Operand | None = None
 
-    def find(self, weight: torch.Tensor, columnwise: bool) -> Operand | None:
-        """The operand of ``weight`` as it is now, or None."""
-        if self._operand is None or self._weight() is not weight or self._state != _state(weight):
-            return None
-        return None if columnwise and self._operand.columnwise is None else self._operand
-
     def get(self, weight: torch.Tensor, columnwise: bool, quantize: Sequence[Quantize]) -> Operand:
-        """The operand of ``weight``, quantized by ``quantize[columnwise]`` where there is none."""
-        operand = self.find(weight, columnwise)
-        if operand is None:
-            operand = quantize[columnwise](weight.contiguous())
-            if not weight.is_inference():  # an inference tensor counts no writes
-                self._weight, self._state, self._operand = weakref.ref(weight), _state(weight), operand
-        return operand
-
-
-def _state(weight: torch.Tensor) -> tuple[int, int]:
-    return weight._version, weight.data_ptr()
+        """The operand of ``weight``, quantized by ``quantize[columnwise]`` where it has changed."""
+        if weight.is_inference():  # it counts no writes
+            return quantize[columnwise](weight.contiguous())
+        state = (self._steps.count, weight._version, weight.data_ptr())
+        if self._operand is None or self._weight() is not weight or self._state != state:
+            self._operand = quantize[columnwise](weight.contiguous())
+            self._weight, self._state = weakref.ref(weight), state
+        elif columnwise and self._operand.columnwise is None:
+            # One scale serves both directions: the other one is the transpose, whatever the scale is by now.
+            self._operand = self._operand._replace(columnwise=self._operand.rowwise.t().contiguous())
+        return self._operand
