@@ -25,6 +25,7 @@ from thunder.core.trace import TraceCtx
 
 __all__ = ["fewest_saved_tensors"]
 
+
 def fewest_saved_tensors(trace: TraceCtx) -> TraceCtx:
     """Drop from claimed linears, in both directions, every saved tensor that the set flags do not need."""
 

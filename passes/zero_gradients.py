@@ -115,4 +115,3 @@ def _only_summand(bsym: BoundSymbol, zeros: set[str]) -> TensorProxy | None:
         return None
     (other,), out = others, bsym.output
     return other if (tuple(other.shape), other.dtype) == (tuple(out.shape), out.dtype) else None
-

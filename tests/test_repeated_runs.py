@@ -46,8 +46,7 @@ def test_checkpointing_changes_no_bit_of_four_steps_and_saves_less(recipe) -> No
         assert same(expected, found), f"step {n}"
     own = {p.data_ptr() for p in (*plain.parameters(), *checkpointed.parameters())}
     kept = [
-        sum(t.nbytes for t in tensors_saved(function(batch(0))) if t.data_ptr() not in own)
-        for function, _ in functions
+        sum(t.nbytes for t in tensors_saved(function(batch(0))) if t.data_ptr() not in own) for function, _ in functions
     ]
     assert kept[1] < kept[0]
 

@@ -30,6 +30,7 @@ from thunder_te_exec.weight_cache import OptimizerSteps, WeightCache
 
 __all__ = ["bind"]
 
+
 def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol]) -> TraceCtx:
     """Bind the linears and scale updates of ``trace``. ``bound(symbol, fn)`` gives the symbol that runs ``fn``."""
     compile_data, compile_stats = compat.current_compilation()

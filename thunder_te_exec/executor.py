@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from thunder_te_exec import compat  # noqa: F401  (before thunder)
+from thunder_te_exec import compat
 
 import thunder.torch as ltorch
 from thunder.core import prims
@@ -44,6 +44,8 @@ class TransformerEngineExecutor(OperatorExecutor, FusionExecutor):
         return False
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        if compat.current_compilation()[0] is None:
+            return trace  # no jitted function that state could belong to
         note_linears_of_others(trace)
         for run in PASSES:
             trace = run(trace)
@@ -88,9 +90,7 @@ def _training(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None = None) -
     wanted = Wanted(True, True, bias is not None).kwargs()
     out, saved, ctx = te_linear(a, w, bias, **wanted)
     b_shape = None if bias is None else tuple(bias.shape)
-    grads = te_functional_linear_backward(
-        tuple(a.shape), tuple(w.shape), b_shape, ctx, saved, get_grad(out), **wanted
-    )
+    grads = te_functional_linear_backward(tuple(a.shape), tuple(w.shape), b_shape, ctx, saved, get_grad(out), **wanted)
     for tensor, grad in zip((a, w, bias), grads):
         if tensor is not None:
             put_grad(tensor, grad)
@@ -99,11 +99,12 @@ def _training(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None = None) -
 
 # Where nothing wants a gradient thunder offers the composite to executors, elsewhere the primitive.
 for _linear in (prims.linear, ltorch.linear):
-    te_ex.register_implementation(
-        _linear, checker=_checker, execution_transform=_inference, grad_transform=_training
-    )
+    te_ex.register_implementation(_linear, checker=_checker, execution_transform=_inference, grad_transform=_training)
 
 
-# thunder differentiates detach by torch's autograd: it computes zeros, and every gradient before it from them.
+# --- detach -----------------------------------------------------------------------------------------------------------
+
+# thunder differentiates detach by torch's autograd: it computes zeros, and every gradient before it from them. Here
+# nothing flows back: y = detach(x) puts no gradient.
 _detach = te_ex.register_operator("detach", like=ltorch.detach, fn=torch.Tensor.detach)
 te_ex.register_implementation(ltorch.detach, _detach, grad_transform=_detach)

@@ -121,9 +121,7 @@ def _check_delayed(recipe: Any) -> None:
         raise ValueError(f"DelayedScaling.reduce_amax={recipe.reduce_amax!r}: expected True or False")
     algo = recipe.amax_compute_algo
     if algo not in ("max", "most_recent") and not callable(algo):
-        raise ValueError(
-            f"DelayedScaling.amax_compute_algo={algo!r}: expected 'max', 'most_recent' or a function"
-        )
+        raise ValueError(f"DelayedScaling.amax_compute_algo={algo!r}: expected 'max', 'most_recent' or a function")
     factor = recipe.scaling_factor_compute_algo
     if factor is not None and not callable(factor):
         raise ValueError(f"DelayedScaling.scaling_factor_compute_algo={factor!r}: expected None or a function")

@@ -76,9 +76,7 @@ class Settings:
         if not (enabled and self.enabled):
             return enabled == self.enabled
         group = context.amax_reduction_group if context is not None else None
-        return group is self.amax_reduction_group and same_recipe(
-            recipe_in_force(context, option, device), self.recipe
-        )
+        return group is self.amax_reduction_group and same_recipe(recipe_in_force(context, option, device), self.recipe)
 
     @property
     def key(self) -> Any:
