@@ -33,4 +33,4 @@ def fp8_meta_sync(trace: TraceCtx) -> TraceCtx:
         return trace
     sync = te_sync_fp8_meta_bwd.bind(output=None)
     sync.tags.add(BoundSymbolTag.BACKWARD)
-    return with_bound_symbols(trace, insert_before_return(trace.bound_symbols, sync), "FP8 scale update of backward")
+    return with_bound_symbols(trace, insert_before_return(trace, sync), "FP8 scale update of backward")

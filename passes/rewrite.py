@@ -12,7 +12,7 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
-__all__ = ["insert_before_return", "liveness_order", "with_bound_symbols"]
+__all__ = ["insert_before_return", "liveness_order", "return_of", "with_bound_symbols"]
 
 
 def with_bound_symbols(trace: TraceCtx, bound_symbols: Sequence[BoundSymbol], provenance: str) -> TraceCtx:
@@ -43,7 +43,12 @@ def liveness_order(trace: TraceCtx, rewrite: Callable[[BoundSymbol, set[str]], B
     return kept
 
 
-def insert_before_return(bound_symbols: Sequence[BoundSymbol], bsym: BoundSymbol) -> list[BoundSymbol]:
-    """``bound_symbols`` with ``bsym`` as the last thing that happens."""
-    at = next(i for i in range(len(bound_symbols) - 1, -1, -1) if bound_symbols[i].sym.id is prims.PrimIDs.RETURN)
-    return [*bound_symbols[:at], bsym, *bound_symbols[at:]]
+def return_of(trace: TraceCtx) -> BoundSymbol:
+    """The return of ``trace``, which is last but where a fuser put a symbol without outputs behind it."""
+    return next(b for b in reversed(trace.bound_symbols) if b.sym.id is prims.PrimIDs.RETURN)
+
+
+def insert_before_return(trace: TraceCtx, bsym: BoundSymbol) -> list[BoundSymbol]:
+    """The symbols of ``trace`` with ``bsym`` as the last thing that happens."""
+    end = return_of(trace)
+    return [s for b in trace.bound_symbols for s in ((bsym, b) if b is end else (b,))]

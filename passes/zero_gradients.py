@@ -21,7 +21,7 @@ sums, changes of shape or type. That a gradient does not depend on the outputs' 
 
 from __future__ import annotations
 
-from thunder_te_exec.passes.rewrite import with_bound_symbols
+from thunder_te_exec.passes.rewrite import return_of, with_bound_symbols
 from thunder_te_exec.symbols import is_te_backward
 
 import thunder.torch as ltorch
@@ -63,7 +63,7 @@ _KEEP_ZEROS = _ids(
 
 def zero_gradients(trace: TraceCtx) -> TraceCtx:
     """Take gradients that are known to be zero out of sums with others, and out of the return."""
-    returned = trace.bound_symbols[-1].args
+    returned = return_of(trace).args
     if not (returned and isinstance(returned[0], dict) and "fw_flat_out" in returned[0]):
         return trace  # no joint trace: what is returned are the outputs
     zeros: set[str] = set()

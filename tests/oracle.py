@@ -73,15 +73,17 @@ class Scaling:
         self.step_amax = 0.0
 
 
-class _QuantizeGradient(torch.autograd.Function):
+class _WithGradient(torch.autograd.Function):
+    """The same value, whose gradient goes through ``fn``: quantized, or rounded as the product that it is."""
+
     @staticmethod
-    def forward(ctx, y, scaling):
-        ctx.scaling = scaling
+    def forward(ctx, y, fn):
+        ctx.fn = fn
         return y.clone()
 
     @staticmethod
     def backward(ctx, g):
-        return ctx.scaling(g), None
+        return ctx.fn(g), None
 
 
 @dataclass
@@ -94,12 +96,16 @@ class OracleLinear:
 
     def __call__(self, a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         dtype = a.dtype
+
+        def rounded(g: torch.Tensor) -> torch.Tensor:
+            return g.to(dtype).double()
+
         x = a.double() + (self.input(a) - a.double()).detach()
         q = w.double() + (self.weight(w) - w.double()).detach()
-        y = _RoundGradient.apply(x, dtype) @ _RoundGradient.apply(q, dtype).t()
-        y = _QuantizeGradient.apply(y, self.grad)
+        y = _WithGradient.apply(x, rounded) @ _WithGradient.apply(q, rounded).t()
+        y = _WithGradient.apply(y, self.grad)
         if bias is not None:
-            y = y + _RoundGradient.apply(bias.double(), dtype)
+            y = y + _WithGradient.apply(bias.double(), rounded)
         return _RoundOutput.apply(y, dtype)
 
     def end_of_forward(self) -> None:
@@ -120,19 +126,6 @@ class _RoundOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g.double(), None
-
-
-class _RoundGradient(torch.autograd.Function):
-    """A gradient is a product rounded once to the operand's type."""
-
-    @staticmethod
-    def forward(ctx, x, dtype):
-        ctx.dtype = dtype
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.to(ctx.dtype).double(), None
 
 
 def oracle_linear(recipe) -> OracleLinear:

@@ -6,6 +6,7 @@ import pytest
 import thunder
 import torch
 from programs import Checkpointed
+from steps import batch, same, step
 from thunder_te_exec import fp8_state_dict, te_ex
 from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
 from torch import nn
@@ -18,28 +19,17 @@ def compiled(module: nn.Module, recipe: str):
     return thunder.jit(module, executors=[te_ex], te_fp8_recipe=RECIPES[recipe]())
 
 
-def batch(step: int, rows: int = 32) -> torch.Tensor:
-    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(step)) * 3.0**step
-
-
-def step(function, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    module.zero_grad()
-    x = x.clone().requires_grad_()
-    y = function(x)
-    y.backward(torch.ones_like(y))
-    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
+def plain_and_checkpointed() -> tuple[Checkpointed, Checkpointed]:
+    """Two modules of the same parameters; the second computes its region again in backward."""
+    torch.manual_seed(0)
+    plain, checkpointed = Checkpointed(checkpoint=False), Checkpointed()
+    checkpointed.load_state_dict(plain.state_dict())
+    return plain, checkpointed
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_checkpointing_changes_no_bit_of_four_steps_and_saves_less(recipe) -> None:
-    torch.manual_seed(0)
-    plain = Checkpointed(checkpoint=False)
-    checkpointed = Checkpointed()
-    checkpointed.load_state_dict(plain.state_dict())
+    plain, checkpointed = plain_and_checkpointed()
     functions = [(compiled(module, recipe), module) for module in (plain, checkpointed)]
     for n in range(4):
         expected, found = (step(function, module, batch(n)) for function, module in functions)
@@ -53,12 +43,8 @@ def test_checkpointing_changes_no_bit_of_four_steps_and_saves_less(recipe) -> No
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_checkpointed_calls_whose_backwards_come_later_and_in_reverse_use_their_own_scales(recipe) -> None:
-    torch.manual_seed(0)
-    plain = Checkpointed(checkpoint=False)
-    checkpointed = Checkpointed()
-    checkpointed.load_state_dict(plain.state_dict())
     found = []
-    for module in (plain, checkpointed):
+    for module in plain_and_checkpointed():
         function = compiled(module, recipe)
         inputs = [batch(n).requires_grad_() for n in range(3)]
         outputs = [function(x) for x in inputs]

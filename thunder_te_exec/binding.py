@@ -22,7 +22,7 @@ from thunder_te_exec import forward_context
 from thunder_te_exec.checkpoint import take_loaded
 from thunder_te_exec.linear import BackwardSync, Calls, Fp8ForwardContext, Fp8Linear, ScaleUpdate
 from thunder_te_exec.passes.rewrite import with_bound_symbols
-from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype, same_recipe
+from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxSlot, Fp8State, LinearKey, SlotKey
 from thunder_te_exec.symbols import ctx_of, is_te_linear, is_te_recompute, is_unclaimed_linear, te_sync_fp8_meta_bwd
@@ -39,10 +39,7 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
     keys = _keys(trace, state, compile_stats)
     settings = {device: Settings.current(compile_data, device) for device in map(_device, linears.values())}
 
-    for chosen in settings.values():
-        if not any(same_recipe(chosen.recipe, known) for known in state.recipes):
-            state.recipes.append(chosen.recipe)
-
+    recipes = {device: state.index_of_recipe(chosen.recipe) for device, chosen in settings.items()}
     slots, updates = _delayed_scaling(state, settings, keys, linears)
     calls = Calls()
     ops = {
@@ -52,7 +49,7 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
             _device(bsym),
             to_torch_dtype(bsym.args[0].dtype),
             calls,
-            _weight_cache(state, keys[name], settings[_device(bsym)]),
+            _weight_cache(state, keys[name], recipes[_device(bsym)], settings[_device(bsym)]),
         )
         for name, bsym in linears.items()
     }
@@ -106,10 +103,9 @@ def _device(bsym: BoundSymbol) -> torch.device:
     return to_torch_device(bsym.args[0].device)
 
 
-def _weight_cache(state: Fp8State, key: LinearKey, settings: Settings) -> WeightCache | None:
+def _weight_cache(state: Fp8State, key: LinearKey, recipe: int, settings: Settings) -> WeightCache | None:
     if not settings.weight_cache:
         return None
-    recipe = next(i for i, known in enumerate(state.recipes) if same_recipe(known, settings.recipe))
     if state.optimizer_steps is None:
         state.optimizer_steps = OptimizerSteps()
     return state.weights.setdefault((key, recipe), WeightCache(state.optimizer_steps))

@@ -12,7 +12,7 @@ A delayed-scaling tensor of the linear ``layers.0.q_proj`` has two entries::
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from thunder_te_exec import compat
 from thunder_te_exec.autocast import active_context
 from thunder_te_exec.recipe import describe
 from thunder_te_exec.settings import recipe_in_force
-from thunder_te_exec.state import AmaxSlot, Fp8State, SlotKey
+from thunder_te_exec.state import Fp8State, Loaded, SlotKey
 
 __all__ = ["fp8_state_dict", "load_fp8_state_dict"]
 
@@ -42,11 +42,8 @@ def fp8_state_dict(jitted: Any) -> dict[str, torch.Tensor]:
     state = Fp8State.of(compat.jitted_compile_data(jitted))
     found = {_RECIPES: _encode([describe(r) for r in state.recipes])}
     if state.loaded is not None and not state.recipes:  # loaded, and not called yet
-        found = {_RECIPES: state.loaded_recipes, **state.loaded[0]}
-    for key, slot in state.slots.items():
-        for part, tensor in zip(_PARTS, _tensors(slot)):
-            found[f"{_name(key)}.{part}"] = tensor.detach().clone()
-    return found
+        found = {_RECIPES: state.loaded.recipes, **state.loaded.entries}
+    return found | {name: tensor.detach().clone() for name, tensor in _named_tensors(state, state.slots).items()}
 
 
 def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
@@ -70,14 +67,9 @@ def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], str
     entries = {name: tensor for name, tensor in state_dict.items() if name != _RECIPES}
     if not state.slots:
         _check_before_first_call(entries, compile_data.fn, strict)
-        state.loaded = (dict(entries), strict)
-        state.loaded_recipes = state_dict[_RECIPES].detach().clone()
+        state.loaded = Loaded(entries, strict, state_dict[_RECIPES].detach().clone())
         return
-    targets = {
-        f"{_name(key)}.{part}": tensor
-        for key, slot in state.slots.items()
-        for part, tensor in zip(_PARTS, _tensors(slot))
-    }
+    targets = _named_tensors(state, state.slots)
     misshapen = [
         f"{name} {tuple(entries[name].shape)}, expected {tuple(target.shape)}"
         for name, target in targets.items()
@@ -85,9 +77,7 @@ def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], str
     ]
     missing, unexpected = targets.keys() - entries.keys(), entries.keys() - targets.keys()
     _raise_if_any(missing if strict else (), unexpected if strict else (), misshapen)
-    with torch.no_grad():
-        for name in targets.keys() & entries.keys():
-            targets[name].copy_(entries[name])
+    _copy(entries, targets)
 
 
 def take_loaded(state: Fp8State, new: list[SlotKey]) -> None:
@@ -98,17 +88,16 @@ def take_loaded(state: Fp8State, new: list[SlotKey]) -> None:
     """
     if state.loaded is None:
         return
-    entries, strict = state.loaded
-    targets = {f"{_name(k)}.{part}": t for k in new for part, t in zip(_PARTS, _tensors(state.slots[k]))}
+    entries, strict, _ = state.loaded
+    targets = _named_tensors(state, new)
     missing = targets.keys() - entries.keys()
     if strict and missing:
         state.forget(new)
         _raise_if_any(missing, (), ())
-    with torch.no_grad():
-        for name in targets.keys() & entries.keys():
-            targets[name].copy_(entries.pop(name))
+    _copy(entries, targets)
     # A later compilation may meet other linears, of which nothing was promised.
-    state.loaded = (entries, False)
+    rest = {name: tensor for name, tensor in entries.items() if name not in targets}
+    state.loaded = state.loaded._replace(entries=rest, strict=False)
 
 
 def _name(key: SlotKey) -> str:
@@ -116,8 +105,16 @@ def _name(key: SlotKey) -> str:
     return f"{linear}.{key.role.name.lower()}.{_DTYPES[key.dtype]}_{key.length}"
 
 
-def _tensors(slot: AmaxSlot) -> tuple[torch.Tensor, torch.Tensor]:
-    return slot.scale, slot.history
+def _named_tensors(state: Fp8State, keys: Iterable[SlotKey]) -> dict[str, torch.Tensor]:
+    """The state of the tensors of ``keys``, views, by the names of their entries."""
+    slots = ((key, state.slots[key]) for key in keys)
+    return {f"{_name(key)}.{part}": t for key, slot in slots for part, t in zip(_PARTS, (slot.scale, slot.history))}
+
+
+@torch.no_grad()
+def _copy(entries: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    for name in targets.keys() & entries.keys():
+        targets[name].copy_(entries[name])
 
 
 def _encode(recipes: list[dict[str, str]]) -> torch.Tensor:

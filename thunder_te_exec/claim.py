@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -148,9 +149,7 @@ def _why_not_tensors(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -
 
 
 def _why_not_shape(a: TensorProxy, w: TensorProxy) -> str | None:
-    rows = 1
-    for dim in a.shape[:-1]:
-        rows *= dim
+    rows = math.prod(a.shape[:-1])
     out_features, in_features = w.shape
     for what, size in (("input rows", rows), ("in_features", in_features), ("out_features", out_features)):
         if size % ALIGNMENT or size == 0:

@@ -226,6 +226,7 @@ class ScaleUpdate:
         self._recipe, self._backend = settings.recipe, settings.backend
         self._process_group = settings.amax_reduction_group
         self.groups = groups
+        self._ordered: tuple[list[AmaxGroup], torch.Tensor] | None = None
 
     def __call__(self) -> None:
         if self._recipe.reduce_amax and _is_distributed(self._process_group):
@@ -234,15 +235,21 @@ class ScaleUpdate:
             self._backend.update_scales(group, self._recipe)
 
     def _reduce(self) -> None:
-        # One reduction, in an order that does not depend on what a process happened to compile first.
-        keys = [key for group in self.groups for key in group.keys]
-        order = sorted(range(len(keys)), key=lambda i: (keys[i].linear, keys[i].role.name))
+        order = self._order()
         amaxes = torch.cat([group.history[0] for group in self.groups])
         reduced = amaxes[order]
         torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=self._process_group)
         amaxes[order] = reduced
         rows = [group.history[0] for group in self.groups]
         torch._foreach_copy_(rows, list(amaxes.split([row.numel() for row in rows])))
+
+    def _order(self) -> torch.Tensor:
+        """Order of all tensors, int64 (tensors,), that does not depend on what a process happened to compile first."""
+        if self._ordered is None or self._ordered[0] != self.groups:
+            keys = [key for group in self.groups for key in group.keys]
+            order = sorted(range(len(keys)), key=lambda i: (keys[i].linear, keys[i].role.name))
+            self._ordered = list(self.groups), torch.tensor(order, device=self.groups[0].scale.device)
+        return self._ordered[1]
 
 
 def _is_distributed(process_group: Any) -> bool:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from thunder_te_exec.names import WeightNames
-from thunder_te_exec.recipe import TensorRole
+from thunder_te_exec.recipe import TensorRole, same_recipe
 
-__all__ = ["AmaxGroup", "AmaxSlot", "Fp8State", "GroupKind", "LinearKey", "SlotKey"]
+__all__ = ["AmaxGroup", "AmaxSlot", "Fp8State", "GroupKind", "LinearKey", "Loaded", "SlotKey"]
 
 
 class LinearKey(NamedTuple):
@@ -110,6 +110,18 @@ class SlotKey(NamedTuple):
         return GroupKind(self.role.forward, self.length, self.dtype, self.device)
 
 
+class Loaded(NamedTuple):
+    """A checkpoint that waits for the slots that its entries belong to.
+
+    ``entries`` are those not taken yet, ``strict`` says whether every slot of the next compilation must find its own,
+    ``recipes`` is the checkpoint's entry of its recipes.
+    """
+
+    entries: dict[str, torch.Tensor]
+    strict: bool
+    recipes: torch.Tensor
+
+
 @dataclass
 class Fp8State:
     """What one jitted function keeps between calls and between compilations.
@@ -123,9 +135,7 @@ class Fp8State:
         recipes: those that the function has been compiled for, each once.
         weights: quantized weights that are kept between calls, by linear and recipe.
         optimizer_steps: counts optimizers' steps where weights are kept; None elsewhere.
-        loaded: entries of a checkpoint that was loaded before the first compilation, for the slots that it will make,
-            and whether all of them must be there.
-        loaded_recipes: the checkpoint's own entry of its recipes.
+        loaded: a checkpoint that was loaded before the first compilation.
     """
 
     names: WeightNames = field(default_factory=WeightNames)
@@ -136,8 +146,7 @@ class Fp8State:
     recipes: list[Any] = field(default_factory=list)
     weights: dict[Any, Any] = field(default_factory=dict)
     optimizer_steps: Any = None
-    loaded: tuple[dict[str, torch.Tensor], bool] | None = None
-    loaded_recipes: torch.Tensor | None = None
+    loaded: Loaded | None = None
 
     @classmethod
     def of(cls, compile_data: Any) -> Fp8State:
@@ -145,6 +154,14 @@ class Fp8State:
         if "thunder_te_exec" not in vars(compile_data):
             compile_data.thunder_te_exec = cls()
         return compile_data.thunder_te_exec
+
+    def index_of_recipe(self, recipe: Any) -> int:
+        """Which of ``recipes`` it is; the last, added, where the function has not been compiled for it yet."""
+        for i, known in enumerate(self.recipes):
+            if same_recipe(known, recipe):
+                return i
+        self.recipes.append(recipe)
+        return len(self.recipes) - 1
 
     def delayed_scaling_slots(self, keys: Iterable[SlotKey]) -> tuple[list[AmaxSlot], list[SlotKey]]:
         """State of the tensors of ``keys``, made where it does not exist yet.

@@ -19,6 +19,7 @@ by identity: thunder compares symbols by ``id``, so that ``te_linear_3`` of one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -76,10 +77,7 @@ def saved_operands(saved: Sequence[Any], wanted: Wanted) -> tuple[Any, ...]:
 
 
 def _saved_proxies(a: TensorProxy, w: TensorProxy, wanted: Wanted) -> tuple[TensorProxy, ...]:
-    rows = 1
-    for dim in a.shape[:-1]:
-        rows *= dim
-    shapes = ((a.shape[-1], rows), (1,), (w.shape[1], w.shape[0]), (1,))
+    shapes = ((a.shape[-1], math.prod(a.shape[:-1])), (1,), (w.shape[1], w.shape[0]), (1,))
     return tuple(
         TensorProxy(
             shape=shape,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import steps
 import thunder
 import torch
 from programs import Checkpointed
+from steps import same, step
 from thunder_te_exec import autocast, fp8_state_dict, load_fp8_state_dict, te_ex
 from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
 from torch import nn
@@ -23,20 +25,7 @@ def compiled(fn: nn.Module, recipe: str, **options):
 
 
 def batch(step: int) -> torch.Tensor:
-    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(step)) * 3.0**step
-    return x.to("cuda", torch.bfloat16)
-
-
-def step(function, fn: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    fn.zero_grad()
-    x = x.clone().requires_grad_()
-    y = function(x)
-    y.backward(torch.ones_like(y))
-    return [y.detach(), x.grad, *(p.grad.clone() for p in fn.parameters())]
-
-
-def same(a, b) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
+    return steps.batch(step).to("cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -3,11 +3,11 @@
 All three products of a linear are one GEMM of two FP8 matrices that are both row-major along the contraction, which is
 how Hopper reads them: ``out[m, n] = sum_k a[m, k] * b[n, k]``.
 
-======  ==========================  ===========================
-fprop   a = input, row-wise (M, K)  b = weight, row-wise (N, K)
-dgrad   a = grad, row-wise (M, N)   b = weight, column-wise (K, N)
+======  ============================  ==============================
+fprop   a = input, row-wise (M, K)    b = weight, row-wise (N, K)
+dgrad   a = grad, row-wise (M, N)     b = weight, column-wise (K, N)
 wgrad   a = grad, column-wise (N, M)  b = input, column-wise (K, M)
-======  ==========================  ===========================
+======  ============================  ==============================
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class ReferenceBackend(Backend):
 
         def delayed(x: torch.Tensor) -> Operand:
             torch.maximum(slot.amax, amax_of(x), out=slot.amax)
-            return in_directions(x, slot.scale.clone())
+            return in_directions(x, slot.scale)
 
         def current(x: torch.Tensor) -> Operand:
             scale = scale_from_amax(
