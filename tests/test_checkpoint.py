@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-
 import pytest
 import thunder
 import torch
+from resumed_run import whole_and_resumed
 from safetensors.torch import load, save
 from thunder_te_exec import autocast, fp8_state_dict, load_fp8_state_dict, te_ex
 from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
@@ -199,45 +195,6 @@ def test_what_is_no_state_dict_of_ours_is_refused() -> None:
         load_fp8_state_dict(function(), Tied().state_dict())
 
 
-SCRIPT = """
-import sys, torch
-from thunder_te_exec import fp8_state_dict, load_fp8_state_dict, te_ex
-from thunder_te_exec.recipe import DelayedScaling
-import thunder
-from safetensors.torch import load_file, save_file
-
-first, last, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-torch.manual_seed(0)
-module = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
-compiled = thunder.jit(module, executors=[te_ex], te_fp8_recipe=DelayedScaling(amax_history_len=4))
-optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-if first:
-    module.load_state_dict(load_file(out + "/model.safetensors"))
-    optimizer.load_state_dict(torch.load(out + "/optimizer.pt"))
-    load_fp8_state_dict(compiled, load_file(out + "/fp8.safetensors"))
-for step in range(first, last):
-    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
-    loss = (compiled(x) - x.flip(1)).pow(2).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item().hex())
-save_file(module.state_dict(), out + "/model.safetensors")
-torch.save(optimizer.state_dict(), out + "/optimizer.pt")
-save_file(fp8_state_dict(compiled), out + "/fp8.safetensors")
-"""
-
-
-def run(first: int, last: int, out: Path) -> list[str]:
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(first), str(last), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 def test_a_run_that_is_stopped_and_resumed_in_a_new_process_has_the_losses_of_one_that_was_not(tmp_path) -> None:
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "parts").mkdir()
-    whole = run(0, 8, tmp_path / "whole")
-    parts = run(0, 5, tmp_path / "parts") + run(5, 8, tmp_path / "parts")
+    whole, parts = whole_and_resumed(tmp_path, "cpu")
     assert parts == whole and len(set(whole)) == 8

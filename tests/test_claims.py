@@ -113,7 +113,11 @@ def test_a_te_filter_that_raises_is_reported_with_the_linears_name_and_its_own_e
     [
         ({"te_filter": "lora"}, TypeError, "te_filter: expected a callable"),
         ({"te_backend": "cuda"}, ValueError, "te_backend='cuda': expected one of 'te', 'reference'"),
-        ({"te_backend": "te"}, RuntimeError, "te_backend='te' cannot run on cpu: Transformer Engine runs on CUDA only"),
+        (
+            {"te_backend": "te"},
+            RuntimeError,
+            "te_backend='te' cannot run DelayedScaling on cpu: Transformer Engine runs on CUDA only",
+        ),
     ],
 )
 def test_an_option_that_cannot_be_used_raises_by_its_name(options, error, match) -> None:

@@ -11,6 +11,7 @@ import torch
 from thunder_te_exec import compat
 from thunder_te_exec.backends import default_backend
 from thunder_te_exec.backends.reference import ReferenceBackend
+from thunder_te_exec.recipe import DelayedScaling
 
 
 def test_importing_the_package_first_makes_thunder_import_on_every_torch_that_is_supported() -> None:
@@ -63,13 +64,13 @@ def test_a_function_apply_that_is_written_in_c_gets_a_python_one_that_differenti
 
 
 def test_each_device_has_its_default_backend_or_a_reason() -> None:
-    assert isinstance(default_backend(torch.device("cpu"))[0], ReferenceBackend)
-    assert default_backend(torch.device("meta")) == (None, "no backend for device type 'meta'")
+    assert isinstance(default_backend(torch.device("cpu"), DelayedScaling())[0], ReferenceBackend)
+    assert default_backend(torch.device("meta"), DelayedScaling()) == (None, "no backend for device type 'meta'")
 
 
 @pytest.mark.skipif(compat.te_version() is not None, reason="Transformer Engine is installed")
 def test_cuda_without_transformer_engine_gets_no_backend_and_says_what_to_install() -> None:
-    backend, why = default_backend(torch.device("cuda"))
+    backend, why = default_backend(torch.device("cuda"), DelayedScaling())
     assert backend is None and "pip install 'thunder-te-exec[te]'" in why
 
 

@@ -11,9 +11,11 @@ from programs import (
     TRAINING,
     a_checkpointed_region,
     a_detached_value_written_to_in_place,
+    every_even_linear_frozen,
     first_linear_frozen_and_no_input_gradient,
     nothing_frozen,
 )
+from recipes import FLOAT8_BLOCKS, MICROSCALING
 from thunder_te_exec import passes
 from thunder_te_exec.passes import PASSES
 from traces import as_text, jitted, joint_trace
@@ -25,6 +27,14 @@ def test_forward_and_backward_traces_are_the_golden_ones(program, golden) -> Non
     compiled = jitted(module, x)
     text = as_text(thunder.last_traces(compiled)[-1], *thunder.last_backward_traces(compiled)[-1:])
     assert text == golden(name=program.__name__)
+
+
+@pytest.mark.parametrize("recipe", ("blocks", "mxfp8", "nvfp4"))
+def test_block_scaling_saves_what_its_golden_trace_shows(recipe, golden) -> None:
+    module, x = every_even_linear_frozen()
+    compiled = jitted(module.bfloat16(), x.bfloat16(), te_fp8_recipe=(FLOAT8_BLOCKS | MICROSCALING)[recipe]())
+    text = as_text(thunder.last_traces(compiled)[-1], *thunder.last_backward_traces(compiled)[-1:])
+    assert text == golden(name=f"every_even_linear_frozen_{recipe}")
 
 
 def test_inference_trace_is_the_golden_one(golden) -> None:

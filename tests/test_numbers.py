@@ -8,7 +8,7 @@ import pytest
 import thunder
 import torch
 from oracle import close_to_one_rounding, oracle_linear
-from recipes import RECIPES
+from recipes import FLOAT8_BLOCKS, MICROSCALING, RECIPES
 from thunder_te_exec import te_ex
 from torch import nn
 
@@ -129,9 +129,9 @@ FROZEN = [set(NAMES) - {kept} for kept in NAMES] + [
 ]
 
 
-@pytest.mark.parametrize("recipe", ("delayed", "current"))
+@pytest.mark.parametrize("recipe", ("delayed", "current", "blocks", "mxfp8", "nvfp4"))
 def test_gradients_are_the_same_bits_whatever_else_is_frozen(recipe) -> None:
-    recipe = RECIPES[recipe]()
+    recipe = (RECIPES | FLOAT8_BLOCKS | MICROSCALING)[recipe]()
     everything = gradients((), True, recipe)
     for frozen, input_grad in itertools.chain(((f, False) for f in FROZEN), ((set(NAMES), True), (FROZEN[0], True))):
         some = gradients(tuple(frozen), input_grad, recipe)

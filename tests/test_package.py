@@ -36,11 +36,11 @@ def test_the_wheel_installs_one_top_level_package_with_everything_in_it(tmp_path
 #: Each layer imports only those before it.
 LAYERS = (
     ("compat",),
-    ("recipe_classes", "recipe", "symbols", "autocast"),
+    ("recipe_classes", "recipe", "layouts", "symbols", "autocast"),
     ("passes",),
     ("names", "state"),
     ("backends",),
-    ("settings", "cache", "checkpoint", "claim", "weight_cache", "linear", "forward_context", "binding"),
+    ("settings", "cache", "checkpoint", "claim", "weight_cache", "linear", "forward_context", "binding", "copying"),
     ("executor",),
     ("__init__",),
 )

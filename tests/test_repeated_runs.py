@@ -133,3 +133,26 @@ def test_two_calls_before_a_backward_give_the_sum_of_their_gradients(recipe) -> 
     b.backward(torch.ones_like(b))
     a.backward(torch.ones_like(a))
     assert torch.equal(linear.weight.grad, together)
+
+
+@pytest.mark.parametrize("trained", (".", "bias"))
+def test_a_gradient_of_a_gradient_raises_instead_of_being_missing(trained) -> None:
+    module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    for name, p in module.named_parameters():
+        p.requires_grad_(trained in name)
+    function = thunder.jit(module, executors=[te_ex])
+    leaves = [p for p in module.parameters() if p.requires_grad]
+    with pytest.raises(RuntimeError, match="create_graph=True .* is differentiable once"):
+        torch.autograd.grad(function(batch(0)).pow(2).sum(), leaves, create_graph=True)
+    # What it was called with is as usable as before.
+    first = torch.autograd.grad(function(batch(0)).pow(2).sum(), leaves)
+    assert len(first) == len(leaves) and all(g.isfinite().all() for g in first)
+
+
+def test_a_gradient_of_a_gradient_elsewhere_in_the_same_program_is_torchs() -> None:
+    module = nn.Linear(32, 32)
+    function = thunder.jit(module, executors=[te_ex])
+    x = torch.randn(16, 32, requires_grad=True)
+    (g,) = torch.autograd.grad(torch.sin(x).sum(), x, create_graph=True)
+    (function(x).sum() + g.pow(2).sum()).backward()
+    assert x.grad.isfinite().all() and module.weight.grad is not None

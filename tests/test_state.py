@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -9,7 +10,8 @@ import pytest
 import thunder
 import torch
 from oracle import oracle_linear
-from thunder_te_exec import te_ex
+from steps import batch, same
+from thunder_te_exec import claims, fp8_state_dict, te_ex
 from thunder_te_exec.recipe import DelayedScaling
 from torch import nn
 
@@ -164,3 +166,46 @@ def test_an_error_in_forward_leaves_a_jitted_module_usable() -> None:
     fresh = thunder.jit(linear, executors=[te_ex])
     fresh(X)
     assert torch.equal(compiled(X), fresh(X))
+
+
+@pytest.mark.parametrize("called_before", (False, True))
+def test_a_deep_copy_goes_on_with_the_same_bits_and_shares_nothing(called_before) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    module[0].requires_grad_(False)
+    recipe = DelayedScaling(amax_history_len=3)
+    function = thunder.jit(module, executors=[te_ex], te_fp8_recipe=recipe, te_filter=lambda name, shape: "0" in name)
+    for n in range(3 * called_before):
+        outputs_and_gradients(function, batch(n))
+    twin = copy.deepcopy(function)
+    before = fp8_state_dict(function)
+    assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in module.parameters()]
+    assert same_entries(fp8_state_dict(twin), before)
+    found = [y for n in (3, 4) for y in outputs_and_gradients(twin, batch(n))]
+    assert same_entries(fp8_state_dict(function), before)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.add_(1.0)
+    assert same(found, [y for n in (3, 4) for y in outputs_and_gradients(function, batch(n))])
+    assert {c.weight: c.claimed for c in claims(twin)} == {"0.weight": True, "1.weight": False}
+
+
+def same_entries(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def outputs_and_gradients(function, x: torch.Tensor) -> list[torch.Tensor]:
+    trained = [p for p in function.parameters() if p.requires_grad]
+    y = function(x)
+    return [y.detach(), *torch.autograd.grad(y.sum(), trained)]
+
+
+def test_a_deep_copy_of_a_function_with_transforms_says_what_to_do() -> None:
+    class Nothing(thunder.Transform):
+        pass
+
+    function = thunder.jit(nn.Linear(32, 32), executors=[te_ex], transforms=[Nothing()])
+    with pytest.raises(
+        NotImplementedError, match=r"transforms \(Nothing\): copy the original module, and jit the copy"
+    ):
+        copy.deepcopy(function)

@@ -4,45 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-peft = pytest.importorskip("peft", reason="needs the extra [demo]")
+pytest.importorskip("peft", reason="needs the extra [demo]")
 import thunder_te_exec  # noqa: F401  (before thunder)
 import thunder
 import torch
+from hf_llama import TARGETS, llama, losses
 from programs import Checkpointed
 from thunder.dynamo import thunderfx
 from thunder_te_exec import claims, te_ex
 from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
 from traces import backward_linears, flags, forward_linears
-from transformers import LlamaConfig, LlamaForCausalLM
-
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def llama() -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    return peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(r=8, target_modules=TARGETS))
-
-
-def losses(function, model: torch.nn.Module) -> list[float]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
-    found = []
-    for _ in range(4):
-        loss = function(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
 
 
 def test_a_llama_with_adapters_trains_and_its_frozen_linears_compute_no_weight_gradient() -> None:

@@ -1,7 +1,7 @@
 """An executor for lightning-thunder that runs linears in FP8 and computes nothing that frozen parameters don't need."""
 
 from thunder_te_exec import compat  # noqa: F401  (first: prepares torch for `import thunder`)
-from thunder_te_exec import recipe
+from thunder_te_exec import copying, recipe  # noqa: F401  (copying: copy.deepcopy of jitted modules)
 from thunder_te_exec.autocast import autocast
 from thunder_te_exec.checkpoint import fp8_state_dict, load_fp8_state_dict
 from thunder_te_exec.claim import Claim, claims, is_thin

@@ -20,6 +20,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_te_exec import forward_context
 from thunder_te_exec.checkpoint import take_loaded
+from thunder_te_exec.layouts import block_shape
 from thunder_te_exec.linear import BackwardSync, Calls, Fp8ForwardContext, Fp8Linear, ScaleUpdate
 from thunder_te_exec.passes.rewrite import with_bound_symbols
 from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype
@@ -108,7 +109,8 @@ def _weight_cache(state: Fp8State, key: LinearKey, recipe: int, settings: Settin
         return None
     if state.optimizer_steps is None:
         state.optimizer_steps = OptimizerSteps()
-    return state.weights.setdefault((key, recipe), WeightCache(state.optimizer_steps))
+    one_scale = block_shape(settings.recipe, TensorRole.WEIGHT) is None
+    return state.weights.setdefault((key, recipe), WeightCache(state.optimizer_steps, one_scale=one_scale))
 
 
 def _keys(trace: TraceCtx, state: Fp8State, compile_stats: Any) -> dict[str, LinearKey]:

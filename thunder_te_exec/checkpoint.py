@@ -23,7 +23,7 @@ from thunder_te_exec.recipe import describe
 from thunder_te_exec.settings import recipe_in_force
 from thunder_te_exec.state import Fp8State, Loaded, SlotKey
 
-__all__ = ["fp8_state_dict", "load_fp8_state_dict"]
+__all__ = ["copy_state", "fp8_state_dict", "load_fp8_state_dict", "take_loaded"]
 
 _RECIPES = "thunder_te_exec.recipes"
 _DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -39,7 +39,10 @@ def fp8_state_dict(jitted: Any) -> dict[str, torch.Tensor]:
     Raises:
         TypeError: it did not come from ``thunder.jit``.
     """
-    state = Fp8State.of(compat.jitted_compile_data(jitted))
+    return _state_dict(Fp8State.of(compat.jitted_compile_data(jitted)))
+
+
+def _state_dict(state: Fp8State) -> dict[str, torch.Tensor]:
     found = {_RECIPES: _encode([describe(r) for r in state.recipes])}
     if state.loaded is not None and not state.recipes:  # loaded, and not called yet
         found = {_RECIPES: state.loaded.recipes, **state.loaded.entries}
@@ -78,6 +81,12 @@ def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], str
     missing, unexpected = targets.keys() - entries.keys(), entries.keys() - targets.keys()
     _raise_if_any(missing if strict else (), unexpected if strict else (), misshapen)
     _copy(entries, targets)
+
+
+def copy_state(of: Any, to: Any) -> None:
+    """Give the function of CompileData ``to``, which has not been called yet, a copy of the FP8 state of ``of``."""
+    entries = _state_dict(Fp8State.of(of))
+    Fp8State.of(to).loaded = Loaded(entries, strict=False, recipes=entries.pop(_RECIPES))
 
 
 def take_loaded(state: Fp8State, new: list[SlotKey]) -> None:

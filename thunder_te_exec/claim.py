@@ -16,17 +16,14 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_te_exec.cache import EntriesByContext
+from thunder_te_exec.layouts import alignment
 from thunder_te_exec.names import check_parameter_names
+from thunder_te_exec.recipe import NVFP4BlockScaling
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import Fp8State
 from thunder_te_exec.symbols import is_unclaimed_linear
 
 __all__ = ["Claim", "claims", "decide", "is_thin", "note_linears_of_others"]
-
-#: FP8 GEMMs read each operand along the contraction in 16-byte units, in each of the three products: rows of the
-#: input, input features and output features are all contracted over once. Transformer Engine accepts rows in multiples
-#: of 8, and fails in wgrad then; which gradients are wanted is not known yet when a linear is claimed.
-ALIGNMENT = 16
 
 _DTYPES = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
 
@@ -132,10 +129,14 @@ def _why_not(
     if settings.backend is None:
         settings.warn_no_backend(state)
         return settings.why_no_backend
-    return _why_not_tensors(a, w, bias) or _why_not_worth(w, name, settings.te_filter) or _why_not_shape(a, w)
+    return (
+        _why_not_tensors(a, w, bias, settings.recipe)
+        or _why_not_worth(w, name, settings.te_filter)
+        or _why_not_shape(a, w, settings.recipe)
+    )
 
 
-def _why_not_tensors(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -> str | None:
+def _why_not_tensors(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None, recipe: Any) -> str | None:
     if w.ndim != 2 or a.ndim < 1:
         return f"weight of rank {w.ndim} and input of rank {a.ndim}: expected a matrix and at least a vector"
     if not all(type(dim) is int for dim in (*a.shape, *w.shape)):
@@ -143,17 +144,21 @@ def _why_not_tensors(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -
     tensors = [t for t in (a, w, bias) if t is not None]
     if len({t.device for t in tensors}) > 1:
         return f"operands on different devices: {', '.join(str(t.device) for t in tensors)}"
-    if len({t.dtype for t in tensors}) > 1 or a.dtype not in _DTYPES:
-        return f"dtypes {', '.join(str(t.dtype) for t in tensors)}: expected one of float32, bfloat16, float16 for all"
+    # Transformer Engine quantizes to FP4, with a Hadamard transform, from bfloat16 alone.
+    allowed = (dtypes.bfloat16,) if isinstance(recipe, NVFP4BlockScaling) else _DTYPES
+    if len({t.dtype for t in tensors}) > 1 or a.dtype not in allowed:
+        found, expected = (", ".join(map(str, ds)) for ds in ((t.dtype for t in tensors), allowed))
+        return f"dtypes {found}: expected one of {expected} for all"
     return None
 
 
-def _why_not_shape(a: TensorProxy, w: TensorProxy) -> str | None:
+def _why_not_shape(a: TensorProxy, w: TensorProxy, recipe: Any) -> str | None:
+    multiple = alignment(recipe)
     rows = math.prod(a.shape[:-1])
     out_features, in_features = w.shape
     for what, size in (("input rows", rows), ("in_features", in_features), ("out_features", out_features)):
-        if size % ALIGNMENT or size == 0:
-            return f"{size} {what}: FP8 GEMMs need a multiple of {ALIGNMENT}"
+        if size % multiple or size == 0:
+            return f"{size} {what}: FP8 GEMMs need a multiple of {multiple}"
     return None
 
 

@@ -103,6 +103,28 @@ def te_default_recipe() -> Any:
     return get_default_recipe()
 
 
+def te_dtype(dtype: torch.dtype) -> Any:
+    """Transformer Engine's name of ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``."""
+    from transformer_engine.pytorch.constants import DType
+
+    return DType.kFloat8E4M3 if dtype is torch.float8_e4m3fn else DType.kFloat8E5M2
+
+
+def raise_after_backward_with_create_graph(message: str) -> None:
+    """Make the backward under way raise ``message`` when it has ended, where it was called with ``create_graph=True``.
+
+    torch runs what thunder differentiated with grad mode off, and its callbacks at the end of a backward in the mode
+    that the caller asked for. Outside of a backward this does nothing.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_raise_if_grad_enabled, message))
+
+
+def _raise_if_grad_enabled(message: str) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(message)
+
+
 def jitted_compile_data(fn: Any) -> Any:
     """The CompileData of a function or module returned by ``thunder.jit``.
 

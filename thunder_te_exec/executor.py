@@ -12,6 +12,7 @@ from thunder_te_exec import compat
 
 import thunder.torch as ltorch
 from thunder.core import prims
+from thunder.core.devices import to_torch_device
 from thunder.core.prims import get_grad, put_grad
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
@@ -21,8 +22,11 @@ from thunder.extend import FusionExecutor, OperatorExecutor, register_executor
 from thunder_te_exec import symbols
 from thunder_te_exec.binding import bind
 from thunder_te_exec.claim import decide, note_linears_of_others
+from thunder_te_exec.layouts import TensorSpec, operand_specs
 from thunder_te_exec.linear import fp8_linear_backward
 from thunder_te_exec.passes import PASSES
+from thunder_te_exec.recipe import TensorRole
+from thunder_te_exec.settings import Settings
 from thunder_te_exec.symbols import Wanted, is_te_linear
 
 __all__ = ["te_ex"]
@@ -88,7 +92,15 @@ def _inference(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None = None) 
 def _training(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None = None) -> TensorProxy:
     # Every gradient is asked for here: which are wanted is known when the joint trace is complete.
     wanted = Wanted(True, True, bias is not None).kwargs()
-    out, saved, ctx = te_linear(a, w, bias, **wanted)
+    recipe = Settings.current(compat.current_compilation()[0], to_torch_device(a.device)).recipe
+
+    def specs(a_shape: tuple[int, int], w_shape: tuple[int, int]) -> tuple[TensorSpec, ...]:
+        return (
+            *operand_specs(recipe, TensorRole.INPUT, a_shape, columnwise=True),
+            *operand_specs(recipe, TensorRole.WEIGHT, w_shape, columnwise=True),
+        )
+
+    out, saved, ctx = symbols.te_linear_saving(te_linear, specs)(a, w, bias, **wanted)
     b_shape = None if bias is None else tuple(bias.shape)
     grads = te_functional_linear_backward(tuple(a.shape), tuple(w.shape), b_shape, ctx, saved, get_grad(out), **wanted)
     for tensor, grad in zip((a, w, bias), grads):

@@ -13,13 +13,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_te_exec.recipe import Product, TensorRole, fp8_dtype, use_split_accumulator
+from thunder_te_exec import compat
+from thunder_te_exec.backends import Operand, Quantize
+from thunder_te_exec.recipe import Product, TensorRole, quantization_params
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
 from thunder_te_exec.symbols import Wanted
 from thunder_te_exec.weight_cache import WeightCache
 
 __all__ = ["BackwardSync", "Calls", "Fp8ForwardContext", "Fp8Linear", "ScaleUpdate", "fp8_linear_backward"]
+
+_DIFFERENTIABLE_ONCE = (
+    "backward with create_graph=True through a function of thunder.jit(executors=[te_ex]): it is differentiable once, "
+    "and gradients of its gradients would be missing; call it without create_graph, or run what needs second "
+    "derivatives outside of thunder.jit"
+)
 
 Saved = tuple[torch.Tensor, ...]
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -31,13 +39,15 @@ class Call:
     Attributes:
         forward_scales: by group, the scales that the forward was quantized with, where a linear is recomputed.
         backward_scales: by group, the scales that gradients were quantized with; empty until a backward has run.
+        random_states: by linear, the device's random state when its gradient was rounded stochastically.
     """
 
-    __slots__ = ("backward_scales", "forward_scales")
+    __slots__ = ("backward_scales", "forward_scales", "random_states")
 
     def __init__(self) -> None:
         self.forward_scales: dict[AmaxGroup, torch.Tensor] = {}
         self.backward_scales: dict[AmaxGroup, torch.Tensor] = {}
+        self.random_states: dict[Fp8Linear, torch.Tensor] = {}
 
 
 @dataclass(slots=True)
@@ -95,18 +105,12 @@ class Fp8Linear:
         calls: Calls,
         weights: WeightCache | None,
     ) -> None:
-        recipe = settings.recipe
-
-        def gemm(which: Product, a: TensorRole, b: TensorRole) -> Any:
-            split = use_split_accumulator(recipe, which)
-            return settings.backend.gemm(fp8_dtype(recipe, a), fp8_dtype(recipe, b), dtype, use_split_accumulator=split)
 
         self._settings, self._slots, self._device, self._calls = settings, slots, device, calls
         self._weights = weights
+        self._stochastic = quantization_params(settings.recipe, TensorRole.GRAD_OUTPUT).stochastic_rounding
         self._quantizers = _Quantizers(settings, slots, device)
-        self._fprop = gemm(Product.FPROP, TensorRole.INPUT, TensorRole.WEIGHT)
-        self._dgrad = gemm(Product.DGRAD, TensorRole.GRAD_OUTPUT, TensorRole.WEIGHT)
-        self._wgrad = gemm(Product.WGRAD, TensorRole.GRAD_OUTPUT, TensorRole.INPUT)
+        self._fprop, self._dgrad, self._wgrad = (settings.backend.gemm(settings.recipe, p, dtype) for p in Product)
 
     def __call__(
         self,
@@ -148,14 +152,18 @@ class Fp8Linear:
         """The wanted gradients of input, weight and bias, from what forward saved."""
         g = _matrix(grad_output)
         grad_input = grad_weight = None
-        if wanted.quantizes_grad_output:
-            q = self._quantizers_of_backward(call).grad[wanted.input, wanted.weight](g)
+        if not wanted.quantizes_grad_output:
+            compat.raise_after_backward_with_create_graph(_DIFFERENTIABLE_ONCE)  # else BackwardSync does
+        else:
+            quantize = self._quantizers_of_backward(call).grad[wanted.input, wanted.weight]
+            q = self._with_the_same_random_numbers(call, quantize, g) if self._stochastic else quantize(g)
+            # The input's matrix, then the weight's, as far as wanted.
+            x = saved[: len(saved) // 2] if wanted.input else saved
+            weight = saved[len(saved) // 2 :] if wanted.weight else saved
             if wanted.input:
-                weight, weight_scale_inv = saved[-2:]
-                grad_input = self._dgrad(q.rowwise, q.scale_inv, weight, weight_scale_inv, None).view(a_shape)
+                grad_input = self._dgrad(q.rowwise, weight, None).view(a_shape)
             if wanted.weight:
-                x, x_scale_inv = saved[:2]
-                grad_weight = self._wgrad(q.columnwise, q.scale_inv, x, x_scale_inv, None)
+                grad_weight = self._wgrad(q.columnwise, x, None)
         return grad_input, grad_weight, g.sum(dim=0) if wanted.bias else None
 
     def _forward(
@@ -172,10 +180,10 @@ class Fp8Linear:
             q = quantizers.weight[input_requires_grad](w.contiguous())
         else:
             q = self._weights.get(w, input_requires_grad, quantizers.weight)
-        out = self._fprop(x.rowwise, x.scale_inv, q.rowwise, q.scale_inv, bias)
-        saved: Saved = (x.columnwise, x.scale_inv) if weight_requires_grad else ()
+        out = self._fprop(x.rowwise, q.rowwise, bias)
+        saved: Saved = x.columnwise if weight_requires_grad else ()
         if input_requires_grad:
-            saved += (q.columnwise, q.scale_inv)
+            saved += q.columnwise
         return out.view(*a.shape[:-1], w.shape[0]), saved
 
     def _quantizers_of_backward(self, call: Call) -> _Quantizers:
@@ -186,6 +194,19 @@ class Fp8Linear:
         for group, scale in call.backward_scales.items():
             group.load_replay(scale)
         return self._replay
+
+    def _with_the_same_random_numbers(self, call: Call, quantize: Quantize, g: torch.Tensor) -> Operand:
+        """``quantize(g)``, which draws in a second backward of one forward what it drew in the first."""
+        generator = torch.cuda if self._device.type == "cuda" else torch.random
+        now = generator.get_rng_state()
+        first = call.random_states.setdefault(self, now)
+        if first is now:
+            return quantize(g)
+        generator.set_rng_state(first)
+        try:
+            return quantize(g)
+        finally:
+            generator.set_rng_state(now)
 
     @functools.cached_property
     def _replay(self) -> _Quantizers:
@@ -291,12 +312,17 @@ class Fp8ForwardContext:
 
 
 class BackwardSync:
-    """The implementation of ``te_sync_fp8_meta_bwd``: updates the gradients' scales, once for each forward call."""
+    """The implementation of ``te_sync_fp8_meta_bwd``: updates the gradients' scales, once for each forward call.
+
+    A backward with ``create_graph=True`` raises when it has ended: thunder's gradients have no graph, so that gradients
+    of them would be missing, silently.
+    """
 
     def __init__(self, calls: Calls, updates: Sequence[ScaleUpdate]) -> None:
         self._calls, self._updates = calls, tuple(updates)
 
     def __call__(self) -> None:
+        compat.raise_after_backward_with_create_graph(_DIFFERENTIABLE_ONCE)
         call = self._calls.backward
         if call.backward_scales:
             return

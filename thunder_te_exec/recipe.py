@@ -6,6 +6,7 @@ script written on a machine without a GPU runs unchanged on one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -15,9 +16,12 @@ from thunder_te_exec import compat, recipe_classes
 
 __all__ = [
     "DelayedScaling",
+    "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
     "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "Product",
     "QParams",
     "Recipe",
@@ -25,6 +29,7 @@ __all__ = [
     "check_supported",
     "describe",
     "fp8_dtype",
+    "quantization_params",
     "same_recipe",
     "use_split_accumulator",
 ]
@@ -37,14 +42,17 @@ QParams = _classes.QParams
 Recipe = _classes.Recipe
 DelayedScaling = _classes.DelayedScaling
 Float8CurrentScaling = _classes.Float8CurrentScaling
+Float8BlockScaling = _classes.Float8BlockScaling
+MXFP8BlockScaling = _classes.MXFP8BlockScaling
+NVFP4BlockScaling = _classes.NVFP4BlockScaling
 
 
 class TensorRole(Enum):
-    """What a quantized tensor is to its linear; the value names the recipe's field with its quantization options."""
+    """What a quantized tensor is to its linear; the value ends the name of the recipe's quantization options for it."""
 
-    INPUT = "fp8_quant_fwd_inp"
-    WEIGHT = "fp8_quant_fwd_weight"
-    GRAD_OUTPUT = "fp8_quant_bwd_grad"
+    INPUT = "quant_fwd_inp"
+    WEIGHT = "quant_fwd_weight"
+    GRAD_OUTPUT = "quant_bwd_grad"
 
     @property
     def forward(self) -> bool:
@@ -55,6 +63,15 @@ def fp8_dtype(recipe: Any, role: TensorRole) -> torch.dtype:
     """``torch.float8_e4m3fn`` or ``torch.float8_e5m2``: what tensors of ``role`` are quantized to under ``recipe``."""
     e5m2 = recipe.fp8_format == Format.HYBRID and not role.forward
     return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
+
+
+def quantization_params(recipe: Any, role: TensorRole) -> Any:
+    """The :class:`QParams` of tensors of ``role``: the recipe's, or all defaults where it has none."""
+    return getattr(recipe, _params_name(recipe, role), None) or QParams()
+
+
+def _params_name(recipe: Any, role: TensorRole) -> str:
+    return f"{'fp4' if isinstance(recipe, NVFP4BlockScaling) else 'fp8'}_{role.value}"
 
 
 class Product(Enum):
@@ -90,10 +107,10 @@ def check_supported(recipe: Any) -> None:
             f"got {recipe!r} of type {type(recipe).__name__}"
         )
     name = type(recipe).__name__
-    if not isinstance(recipe, (DelayedScaling, Float8CurrentScaling)):
-        raise NotImplementedError(
-            f"recipe {name} is not supported by thunder_te_exec; use DelayedScaling or Float8CurrentScaling"
-        )
+    check = next((f for c, f in _CHECKS.items() if isinstance(recipe, c)), None)
+    if check is None:
+        known = ", ".join(c.__name__ for c in _CHECKS)
+        raise NotImplementedError(f"recipe {name} is not supported by thunder_te_exec; use one of {known}")
     for flag in ("fp8_dpa", "fp8_mha"):
         if getattr(recipe, flag, False):
             raise NotImplementedError(f"{name}.{flag}=True: attention is not run in FP8 by thunder_te_exec")
@@ -101,10 +118,7 @@ def check_supported(recipe: Any) -> None:
         raise NotImplementedError(f"{name}.backward_override={recipe.backward_override!r} is not supported")
     if recipe.fp8_format not in (Format.E4M3, Format.HYBRID):
         raise ValueError(f"{name}.fp8_format={recipe.fp8_format!r}: expected Format.E4M3 or Format.HYBRID")
-    if isinstance(recipe, DelayedScaling):
-        _check_delayed(recipe)
-    else:
-        _check_current(recipe)
+    check(recipe)
 
 
 _LARGEST_MARGIN = 64  # float32 scales have exponents to 127
@@ -127,24 +141,90 @@ def _check_delayed(recipe: Any) -> None:
         raise ValueError(f"DelayedScaling.scaling_factor_compute_algo={factor!r}: expected None or a function")
 
 
-def _check_current(recipe: Any) -> None:
-    # Transformer Engine reads the operands' own options only, and ignores the flag of an instance.
-    options = [role.value for role in TensorRole]
-    for name, expected in (*((n, QParams) for n in options), *((p.value[0], MMParams) for p in Product)):
-        if not isinstance(getattr(recipe, name), expected):
+def _check_params(recipe: Any, honoured: tuple[str, ...]) -> None:
+    """Raise unless the recipe's options of all operands ask for nothing but what is ``honoured``."""
+    for role in TensorRole:
+        name = f"{type(recipe).__name__}.{_params_name(recipe, role)}"
+        params = getattr(recipe, _params_name(recipe, role))
+        if not isinstance(params, QParams):
+            raise ValueError(f"{name}={params!r}: expected an instance of QParams")
+        for option in (o for o in vars(QParams()) if not o.startswith("_") and o not in honoured):
+            if getattr(params, option) != getattr(QParams(), option):
+                raise NotImplementedError(f"{name}.{option}={getattr(params, option)!r} is not supported")
+
+
+def _check_products(recipe: Any) -> None:
+    for name, _ in (product.value for product in Product):
+        if not isinstance(getattr(recipe, name), MMParams):
             raise ValueError(
-                f"Float8CurrentScaling.{name}={getattr(recipe, name)!r}: expected an instance of {expected.__name__}"
+                f"{type(recipe).__name__}.{name}={getattr(recipe, name)!r}: expected an instance of MMParams"
             )
-    if recipe.use_power_2_scales and not all(getattr(recipe, name).power_2_scale for name in options):
+
+
+def _check_flag_has_its_effect(recipe: Any, flag: str, *, power_2_scale: bool) -> None:
+    # Transformer Engine reads the operands' own options only, and ignores the flag of an instance.
+    if getattr(recipe, flag) and any(quantization_params(recipe, r).power_2_scale != power_2_scale for r in TensorRole):
+        names = ", ".join(_params_name(recipe, role) for role in TensorRole)
         raise NotImplementedError(
-            "Float8CurrentScaling.use_power_2_scales=True has no effect in Transformer Engine: assign "
-            f"QParams(power_2_scale=True) to the recipe's {', '.join(options)}"
+            f"{type(recipe).__name__}.{flag}=True has no effect in Transformer Engine: assign "
+            f"QParams(power_2_scale={power_2_scale}) to the recipe's {names}"
         )
-    for name in options:
-        params = getattr(recipe, name)
-        for feature in ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization"):
-            if getattr(params, feature, False):
-                raise NotImplementedError(f"Float8CurrentScaling.{name}.{feature}=True is not supported")
+
+
+def _check_current(recipe: Any) -> None:
+    _check_params(recipe, ("power_2_scale", "amax_epsilon"))
+    _check_products(recipe)
+    _check_flag_has_its_effect(recipe, "use_power_2_scales", power_2_scale=True)
+
+
+def _check_float8_blocks(recipe: Any) -> None:
+    _check_params(recipe, ("power_2_scale", "amax_epsilon"))
+    _check_products(recipe)
+    _check_flag_has_its_effect(recipe, "use_f32_scales", power_2_scale=False)
+    dims = {name: getattr(recipe, f"{name}_block_scaling_dim") for name in ("x", "w", "grad")}
+    if any(dim not in (1, 2) for dim in dims.values()) or sum(dim == 2 for dim in dims.values()) > 1:
+        raise ValueError(
+            f"Float8BlockScaling.x/w/grad_block_scaling_dim={tuple(dims.values())}: expected 1 or 2 each, and 2 for "
+            "one of them at most"
+        )
+    for name, _ in (product.value for product in Product):
+        if not getattr(recipe, name).use_split_accumulator:
+            raise ValueError(f"Float8BlockScaling.{name}: block scaling needs use_split_accumulator=True")
+
+
+def _check_mxfp8(recipe: Any) -> None:
+    if recipe.margin != 0:
+        raise NotImplementedError(f"MXFP8BlockScaling.margin={recipe.margin!r} has no effect in Transformer Engine")
+
+
+def _check_nvfp4(recipe: Any) -> None:
+    _check_params(recipe, ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization"))
+    for field, only in (("row_scaled_activation", False), ("nvfp4_4over6", "none"), ("fp4_format", Format.E2M1)):
+        if getattr(recipe, field) != only:
+            raise NotImplementedError(f"NVFP4BlockScaling.{field}={getattr(recipe, field)!r} is not supported")
+    if recipe.fp8_format is not Format.E4M3:
+        raise ValueError(f"NVFP4BlockScaling.fp8_format={recipe.fp8_format!r}: expected Format.E4M3")
+    for name, option in (
+        ("fp4_quant_fwd_weight", "random_hadamard_transform"),
+        ("fp4_quant_fwd_weight", "stochastic_rounding"),
+        ("fp4_quant_fwd_inp", "stochastic_rounding"),
+    ):
+        if getattr(getattr(recipe, name), option):
+            raise NotImplementedError(f"NVFP4BlockScaling.{name}.{option}=True is not supported")
+    if recipe.fp4_quant_fwd_inp.random_hadamard_transform != recipe.fp4_quant_bwd_grad.random_hadamard_transform:
+        raise ValueError(
+            "NVFP4BlockScaling: random_hadamard_transform of fp4_quant_fwd_inp and fp4_quant_bwd_grad must be equal: "
+            "both operands of wgrad are transformed, or neither"
+        )
+
+
+_CHECKS: dict[type, Callable[[Any], None]] = {
+    DelayedScaling: _check_delayed,
+    Float8CurrentScaling: _check_current,
+    Float8BlockScaling: _check_float8_blocks,
+    MXFP8BlockScaling: _check_mxfp8,
+    NVFP4BlockScaling: _check_nvfp4,
+}
 
 
 def same_recipe(a: Any, b: Any) -> bool:

@@ -66,7 +66,7 @@ class Settings:
         enabled = context is None or context.enabled
         if enabled:
             check_supported(recipe)
-        backend, why = _backend(options["te_backend"], device)
+        backend, why = _backend(options["te_backend"], device, recipe) if enabled else (None, "")
         group = context.amax_reduction_group if context is not None else None
         return cls(enabled, copy.copy(recipe), group, backend, why, te_filter, bool(weight_cache))
 
@@ -96,13 +96,13 @@ def recipe_in_force(context: Fp8Context | None, option: Any, device: torch.devic
     return default_recipe(device) if recipe is None else recipe
 
 
-def _backend(name: str | None, device: torch.device) -> tuple[Backend | None, str]:
+def _backend(name: str | None, device: torch.device, recipe: Any) -> tuple[Backend | None, str]:
     if name is None:
-        return default_backend(device)
+        return default_backend(device, recipe)
     if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(f"te_backend={name!r}: expected one of {', '.join(map(repr, BACKENDS))}")
     backend = BACKENDS[name]()
-    why = backend.why_not(device)
+    why = backend.why_not(device, recipe)
     if why:
-        raise RuntimeError(f"te_backend={name!r} cannot run on {device}: {why}")
+        raise RuntimeError(f"te_backend={name!r} cannot run {type(recipe).__name__} on {device}: {why}")
     return backend, ""

@@ -11,7 +11,8 @@ A linear inside a checkpointed region runs again in backward as its first run di
     (y, saved, ctx) = te_recompute_linear(a, w, bias, first_run, *the same keywords)
 
 The three keywords say which gradients are wanted; they decide everything else. ``saved`` holds, in this order and only
-as far as wanted, the operands that the gradients need (:func:`saved_operands`).
+as far as wanted, the operands that the gradients need (:func:`saved_operands`). What tensors an operand consists of
+depends on the recipe: ``te_linear`` is made for one by :func:`te_linear_saving`.
 
 All symbols here are declared without an executor; ``thunder_te_exec.executor`` gives them what runs. Passes find them
 by identity: thunder compares symbols by ``id``, so that ``te_linear_3`` of one trace is still equal to ``te_linear``.
@@ -20,8 +21,11 @@ by identity: thunder compares symbols by ``id``, so that ``te_linear_3`` of one 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
+
+import torch
 
 from thunder_te_exec import compat  # noqa: F401  (before thunder)
 
@@ -41,6 +45,7 @@ __all__ = [
     "saved_operands",
     "te_functional_linear_backward",
     "te_linear",
+    "te_linear_saving",
     "te_recompute_linear",
     "te_sync_fp8_meta_bwd",
 ]
@@ -68,40 +73,45 @@ class Wanted(NamedTuple):
 
 
 def saved_operands(saved: Sequence[Any], wanted: Wanted) -> tuple[Any, ...]:
-    """Of all four saved tensors, those that the wanted gradients read.
+    """Of all saved tensors, those that the wanted gradients read.
 
-    The input's column-wise copy (K, M) and scale_inv, which wgrad contracts over rows, then the weight's (K, N) and
-    scale_inv, which dgrad contracts over output features.
+    The first half is the input's column-wise copy, which wgrad contracts over rows, the second half the weight's, which
+    dgrad contracts over output features (``thunder_te_exec.layouts``).
     """
-    return (*(saved[:2] if wanted.weight else ()), *(saved[2:] if wanted.input else ()))
+    half = len(saved) // 2
+    return (*(saved[:half] if wanted.weight else ()), *(saved[half:] if wanted.input else ()))
 
 
-def _saved_proxies(a: TensorProxy, w: TensorProxy, wanted: Wanted) -> tuple[TensorProxy, ...]:
-    shapes = ((a.shape[-1], math.prod(a.shape[:-1])), (1,), (w.shape[1], w.shape[0]), (1,))
-    return tuple(
-        TensorProxy(
-            shape=shape,
-            device=a.device,
-            dtype=dtypes.float32 if shape == (1,) else dtypes.uint8,
-            requires_grad=False,
-            prefix="s",
+#: ``specs(a_shape, w_shape)``: shape and torch type of every saved tensor, the input's (rows, K) and the weight's shape
+#: being given.
+SavedSpecs = Callable[[tuple[int, int], tuple[int, int]], Sequence[tuple[tuple[int, ...], torch.dtype]]]
+
+
+def _linear_meta(specs: SavedSpecs) -> Callable[..., tuple[TensorProxy, tuple[TensorProxy, ...], AnyProxy | None]]:
+    def te_linear_meta(
+        a: TensorProxy,
+        w: TensorProxy,
+        bias: TensorProxy | None,
+        *,
+        input_requires_grad: bool,
+        weight_requires_grad: bool,
+        bias_requires_grad: bool,
+    ) -> tuple[TensorProxy, tuple[TensorProxy, ...], AnyProxy | None]:
+        wanted = Wanted(input_requires_grad, weight_requires_grad, bias_requires_grad)
+        out = TensorProxy(like=a, shape=(*a.shape[:-1], w.shape[0]))
+        everything = specs((math.prod(a.shape[:-1]), a.shape[-1]), tuple(w.shape))
+        saved = tuple(
+            TensorProxy(shape=shape, device=a.device, dtype=dtypes.to_dtype(dtype), requires_grad=False, prefix="s")
+            for shape, dtype in saved_operands(everything, wanted)
         )
-        for shape in saved_operands(shapes, wanted)
-    )
+        return out, saved, AnyProxy(object(), prefix="ctx_te") if any(wanted) else None
+
+    return te_linear_meta
 
 
-def _te_linear_meta(
-    a: TensorProxy,
-    w: TensorProxy,
-    bias: TensorProxy | None,
-    *,
-    input_requires_grad: bool,
-    weight_requires_grad: bool,
-    bias_requires_grad: bool,
-) -> tuple[TensorProxy, tuple[TensorProxy, ...], AnyProxy | None]:
-    wanted = Wanted(input_requires_grad, weight_requires_grad, bias_requires_grad)
-    out = TensorProxy(like=a, shape=(*a.shape[:-1], w.shape[0]))
-    return out, _saved_proxies(a, w, wanted), AnyProxy(object(), prefix="ctx_te") if any(wanted) else None
+def _per_tensor_specs(a_shape: tuple[int, int], w_shape: tuple[int, int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    scale = ((1,), torch.float32)
+    return [(a_shape[::-1], torch.uint8), scale, (w_shape[::-1], torch.uint8), scale]
 
 
 def _te_functional_linear_backward_meta(
@@ -123,12 +133,6 @@ def _te_functional_linear_backward_meta(
     )
 
 
-def _te_recompute_linear_meta(
-    a: TensorProxy, w: TensorProxy, bias: TensorProxy | None, first_run: AnyProxy, **wanted: bool
-) -> tuple[TensorProxy, tuple[TensorProxy, ...], AnyProxy | None]:
-    return _te_linear_meta(a, w, bias, **wanted)
-
-
 def _te_sync_fp8_meta_bwd_meta() -> None:
     return None
 
@@ -138,13 +142,19 @@ def _symbol(name: str, meta: Any, tags: tuple[Any, ...] = ()) -> Symbol:
 
 
 te_linear = _symbol(
-    "te_linear", _te_linear_meta, (prims.OpTags.MATMUL_OP, prims.OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD)
+    "te_linear", _linear_meta(_per_tensor_specs), (prims.OpTags.MATMUL_OP, prims.OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD)
 )
-te_recompute_linear = _symbol("te_recompute_linear", _te_recompute_linear_meta, (prims.OpTags.MATMUL_OP,))
+# Made from a te_linear whose outputs it takes over: it has no meta function.
+te_recompute_linear = _symbol("te_recompute_linear", None, (prims.OpTags.MATMUL_OP,))
 te_functional_linear_backward = _symbol(
     "te_functional_linear_backward", _te_functional_linear_backward_meta, (prims.OpTags.MATMUL_OP,)
 )
 te_sync_fp8_meta_bwd = _symbol("te_sync_fp8_meta_bwd", _te_sync_fp8_meta_bwd_meta, (prims.OpTags.DONT_DCE,))
+
+
+def te_linear_saving(symbol: Symbol, specs: SavedSpecs) -> Symbol:
+    """``symbol``, a ``te_linear``, for a recipe whose saved tensors are those of ``specs``."""
+    return replace(symbol, meta=_linear_meta(specs), _hash=None)
 
 
 _UNCLAIMED = (prims.linear, ltorch.linear, torch_ex.opmap["linear"])

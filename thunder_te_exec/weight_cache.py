@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from thunder_te_exec.backends import Operand, Quantize
+from thunder_te_exec.backends import Matrix, Operand, Quantize
 
 __all__ = ["OptimizerSteps", "WeightCache"]
 
@@ -34,10 +34,14 @@ class WeightCache:
     It is made again after any optimizer's step, and when the weight is another tensor, has another storage, or was
     written to in place, which torch counts (``Tensor._version``): by ``copy_`` or ``load_state_dict``. What is written
     through ``.data``, which torch does not count, is not seen.
+
+    Args:
+        steps: counts optimizer steps.
+        one_scale: whether the whole weight has one scale, so that either direction is the other's transpose.
     """
 
-    def __init__(self, steps: OptimizerSteps) -> None:
-        self._steps = steps
+    def __init__(self, steps: OptimizerSteps, *, one_scale: bool) -> None:
+        self._steps, self._one_scale = steps, one_scale
         self._weight: weakref.ref[torch.Tensor] | None = None
         self._state: tuple[int, int, int] | None = None
         self._operand: Operand | None = None
@@ -51,6 +55,12 @@ class WeightCache:
             self._operand = quantize[columnwise](weight.contiguous())
             self._weight, self._state = weakref.ref(weight), state
         elif columnwise and self._operand.columnwise is None:
-            # One scale serves both directions: the other one is the transpose, whatever the scale is by now.
-            self._operand = self._operand._replace(columnwise=self._operand.rowwise.t().contiguous())
+            self._operand = self._operand._replace(columnwise=self._other_direction(weight, quantize))
         return self._operand
+
+    def _other_direction(self, weight: torch.Tensor, quantize: Sequence[Quantize]) -> Matrix:
+        if not self._one_scale:
+            return quantize[True](weight.contiguous()).columnwise  # the same bits as if it had been asked for at once
+        # Whatever the scale is by now: under delayed scaling it may have moved.
+        data, scale_inv = self._operand.rowwise
+        return data.t().contiguous(), scale_inv

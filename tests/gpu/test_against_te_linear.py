@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import thunder
 import torch
-from recipes import RECIPES
+from recipes import FLOAT8_BLOCKS, RECIPES
 from thunder_te_exec import autocast, te_ex
 from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
 from torch import nn
@@ -16,6 +16,7 @@ DTYPES_AND_BIAS = [
     (torch.float32, False),
 ]
 DIMS = (64, 128, 96, 64)
+ALL = RECIPES | FLOAT8_BLOCKS
 
 
 def stack(dtype: torch.dtype, bias: bool, frozen: tuple[int, ...]) -> nn.Sequential:
@@ -73,20 +74,20 @@ def six_steps(dtype: torch.dtype, bias: bool, frozen: tuple[int, ...], recipe, i
 
 
 @pytest.mark.parametrize("frozen", ((), (0, 2), (0, 1, 2)), ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ALL)
 @pytest.mark.parametrize("dtype, bias", DTYPES_AND_BIAS, ids=str)
 def test_outputs_and_gradients_of_six_steps_are_te_linears_bits(dtype, bias, recipe, frozen) -> None:
-    for name, ours, theirs in six_steps(dtype, bias, frozen, RECIPES[recipe]()):
+    for name, ours, theirs in six_steps(dtype, bias, frozen, ALL[recipe]()):
         assert torch.equal(ours, theirs), f"{name}: {(ours - theirs).abs().max():.3g} apart"
 
 
-@pytest.mark.parametrize("recipe", ("delayed", "current"))
+@pytest.mark.parametrize("recipe", ("delayed", "current", "blocks"))
 def test_without_an_input_gradient_the_bits_are_te_linears_too(recipe) -> None:
-    for name, ours, theirs in six_steps(torch.bfloat16, True, (1,), RECIPES[recipe](), input_grad=False):
+    for name, ours, theirs in six_steps(torch.bfloat16, True, (1,), ALL[recipe](), input_grad=False):
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("recipe", ("delayed", "current"))
+@pytest.mark.parametrize("recipe", ("delayed", "current", "blocks"))
 def test_a_float32_bias_keeps_the_bits_that_te_rounds_away(recipe) -> None:
     """One linear: the outputs differ by TE's rounding of the bias to bfloat16 (2**-9 of it), gradients do not."""
     import transformer_engine.pytorch as te
@@ -95,7 +96,7 @@ def test_a_float32_bias_keeps_the_bits_that_te_rounds_away(recipe) -> None:
     linear = nn.Linear(64, 64).cuda()
     (theirs,) = te_stack(nn.Sequential(linear), torch.float32)
     x = torch.randn(32, 64, device="cuda")
-    recipe = RECIPES[recipe]()
+    recipe = ALL[recipe]()
     with te.autocast(recipe=recipe):
         y, expected = thunder.jit(linear, executors=[te_ex])(x), theirs(x)
     y.sum().backward()

@@ -6,13 +6,20 @@ import pytest
 import steps
 import thunder
 import torch
+from hf_llama import TARGETS, llama, losses
 from programs import Checkpointed
+from resumed_run import whole_and_resumed
 from steps import same, step
-from thunder_te_exec import autocast, fp8_state_dict, load_fp8_state_dict, te_ex
-from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
+from thunder_te_exec import autocast, claims, fp8_state_dict, load_fp8_state_dict, te_ex
+from thunder_te_exec.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from torch import nn
+from traces import backward_linears, flags
 
-RECIPES = {"delayed": lambda: DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling}
+RECIPES = {
+    "delayed": lambda: DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling,
+    "blocks": Float8BlockScaling,
+}
 
 
 def module(checkpoint: bool = False) -> nn.Module:
@@ -77,9 +84,118 @@ def test_the_weight_cache_gives_the_bits_of_no_cache_under_current_scaling_and_s
             stepper.step()
             stepper.zero_grad()
         half = len(found) // 2
-        if recipe == "current":
+        if recipe != "delayed":
             assert same(found[:half], found[half:])
         assert all(y.isfinite().all() for y in found)
+
+
+def te_copy(linear: nn.Linear) -> nn.Module:
+    import transformer_engine.pytorch as te
+
+    n, k, dtype = linear.out_features, linear.in_features, linear.weight.dtype
+    theirs = te.Linear(k, n, bias=linear.bias is not None, params_dtype=dtype, device="cuda")
+    theirs.weight.data.copy_(linear.weight)
+    if linear.bias is not None:
+        theirs.bias.data.copy_(linear.bias)
+    return theirs
+
+
+class TECheckpointed(nn.Module):
+    """``Checkpointed`` of ``te.Linear``, its region under ``te.checkpoint``."""
+
+    def __init__(self, ours: Checkpointed) -> None:
+        super().__init__()
+        self.first, self.last = te_copy(ours.first), te_copy(ours.last)
+        self.region = nn.Sequential(*(te_copy(m) if isinstance(m, nn.Linear) else nn.ReLU() for m in ours.region))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import transformer_engine.pytorch as te
+
+        return self.last(te.checkpoint(self.region, self.first(x), use_reentrant=False))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpointed_training_gives_the_bits_of_te_checkpoint_over_five_steps(recipe) -> None:
+    import transformer_engine.pytorch as te
+
+    ours = module(True)
+    theirs = TECheckpointed(ours)
+    function = thunder.jit(ours, executors=[te_ex])
+    steppers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (ours, theirs)]
+    for n in range(5):
+        with te.autocast(recipe=RECIPES[recipe]()):
+            y, expected = function(batch(n % 3)), theirs(batch(n % 3))
+        assert torch.equal(y, expected), f"step {n}"
+        y.float().mean().backward()
+        expected.float().mean().backward()
+        assert same([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()]), f"step {n}"
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_calls_before_a_backward_give_te_linears_bits(recipe) -> None:
+    import transformer_engine.pytorch as te
+
+    linear = nn.Linear(64, 64).to("cuda", torch.bfloat16)
+    theirs = te_copy(linear)
+    function = thunder.jit(linear, executors=[te_ex])
+    for n in range(4):
+        outputs = []
+        for x in (batch(n).repeat(1, 2), batch(n + 1).repeat(1, 2)):
+            with te.autocast(recipe=RECIPES[recipe]()):
+                outputs.append((function(x), theirs(x)))
+        for ours, expected in outputs:
+            assert torch.equal(ours, expected), f"step {n}"
+        for which, fn in enumerate((linear, theirs)):
+            fn.zero_grad()
+            (outputs[0][which] * outputs[1][which]).sum().backward()
+        assert same([p.grad for p in linear.parameters()], [p.grad for p in theirs.parameters()]), f"step {n}"
+
+
+def test_a_step_has_one_fused_scale_update_a_direction(monkeypatch) -> None:
+    import transformer_engine_torch as tex
+
+    fn = module(True)
+    function = compiled(fn, "delayed")
+    step(function, fn, batch(0))
+    calls = []
+    original = tex.fused_amax_and_scale_update_after_reduction
+    monkeypatch.setattr(tex, "fused_amax_and_scale_update_after_reduction", lambda *a: (calls.append(a), original(*a)))
+    step(function, fn, batch(1))
+    # Input and weight of five linears, then their gradients; E4M3 and E5M2.
+    assert [args[1][0].shape for args in calls] == [(4, 10), (4, 5)]
+
+
+def test_a_run_that_is_stopped_and_resumed_in_a_new_process_has_the_losses_of_one_that_was_not(tmp_path) -> None:
+    whole, parts = whole_and_resumed(tmp_path, "cuda")
+    assert parts == whole and len(set(whole)) == 8
+
+
+def test_a_gradient_of_a_gradient_raises_instead_of_being_missing() -> None:
+    fn = module()
+    function = compiled(fn, "delayed")
+    with pytest.raises(RuntimeError, match="create_graph=True .* is differentiable once"):
+        torch.autograd.grad(function(batch(0)).pow(2).sum(), list(fn.parameters()), create_graph=True)
+    assert all(torch.isfinite(t).all() for t in step(function, fn, batch(1)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_llama_with_adapters_trains_under_thunderfx(recipe) -> None:
+    from thunder.dynamo import thunderfx
+
+    torch._dynamo.reset()
+    model = llama().to("cuda", torch.bfloat16)
+    function = thunderfx(model, executors=[te_ex], te_fp8_recipe=RECIPES[recipe]())
+    ours = losses(function, model)
+    model = llama().to("cuda", torch.bfloat16)
+    eager = losses(model, model)
+    # FP8 rounds each number by at most 2**-4 of it; the losses of a random model differ by far less.
+    assert all(abs(a - b) < 2.0**-4 for a, b in zip(ours, eager)) and ours[-1] < ours[0]
+    (training,) = (fn for info in function._backend.subgraph_infos for fn in info.thunder_compiled_fns if claims(fn))
+    assert sum(c.claimed for c in claims(training)) == len(TARGETS) + 1  # and the head
+    assert flags(backward_linears(training)) == [(True, False, False)] * (len(TARGETS) + 1 - 3)
 
 
 def test_a_function_follows_the_context_as_te_linear_does() -> None:

@@ -1,7 +1,7 @@
 """The interface of a backend.
 
-All three products of a linear are one GEMM of two FP8 matrices that are both row-major along the contraction, which is
-how Hopper reads them: ``out[m, n] = sum_k a[m, k] * b[n, k]``.
+All three products of a linear are one GEMM of two quantized matrices that are both row-major along the contraction,
+which is how Hopper reads them: ``out[m, n] = sum_k a[m, k] * b[n, k]``.
 
 ======  ============================  ==============================
 fprop   a = input, row-wise (M, K)    b = weight, row-wise (N, K)
@@ -18,31 +18,40 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_te_exec.recipe import TensorRole
+from thunder_te_exec.recipe import Product, TensorRole
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
 
-__all__ = ["Backend", "Gemm", "Operand", "Quantize"]
+__all__ = ["OPERANDS", "Backend", "Gemm", "Matrix", "Operand", "Quantize"]
+
+#: A quantized matrix: its data, its scale_inv (what the data are multiplied with to get the numbers back), and under
+#: NVFP4 its amax; shapes and types are those of ``thunder_te_exec.layouts``.
+Matrix = tuple[torch.Tensor, ...]
 
 
 class Operand(NamedTuple):
     """A quantized tensor of R rows and C columns, in the directions that were asked for.
 
-    ``rowwise``: uint8 (R, C) or None. ``columnwise``: uint8 (C, R), the transpose, or None. ``scale_inv``: float32
-    (1,), what FP8 values are multiplied with to get the tensor's values back.
+    ``rowwise``: the matrix (R, C) or None. ``columnwise``: the matrix (C, R), the transpose, or None.
     """
 
-    rowwise: torch.Tensor | None
-    columnwise: torch.Tensor | None
-    scale_inv: torch.Tensor
+    rowwise: Matrix | None
+    columnwise: Matrix | None
 
 
 #: Quantizes a contiguous 2-D tensor. Made when compiling, so that a call looks nothing up.
 Quantize = Callable[[torch.Tensor], Operand]
 
 
-#: ``gemm(a, a_scale_inv, b, b_scale_inv, bias)``: ``a @ b.T + bias`` of the dequantized matrices, (m, n). ``a`` and
-#: ``b`` are uint8 (m, k) and (n, k), the scales float32 (1,), ``bias`` (n,) in the output's type, or None.
-Gemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+#: ``gemm(a, b, bias)``: ``a @ b.T + bias`` of the dequantized matrices (m, k) and (n, k): (m, n). ``bias`` is (n,), in
+#: the output's type, or None.
+Gemm = Callable[[Matrix, Matrix, torch.Tensor | None], torch.Tensor]
+
+#: By product, what ``a`` and ``b`` are: a tensor's role, and whether it is the column-wise copy.
+OPERANDS: dict[Product, tuple[tuple[TensorRole, bool], tuple[TensorRole, bool]]] = {
+    Product.FPROP: ((TensorRole.INPUT, False), (TensorRole.WEIGHT, False)),
+    Product.DGRAD: ((TensorRole.GRAD_OUTPUT, False), (TensorRole.WEIGHT, True)),
+    Product.WGRAD: ((TensorRole.GRAD_OUTPUT, True), (TensorRole.INPUT, True)),
+}
 
 
 class Backend(ABC):
@@ -51,8 +60,8 @@ class Backend(ABC):
     name: str
 
     @abstractmethod
-    def why_not(self, device: torch.device) -> str:
-        """Why this backend cannot run on ``device``, or ""."""
+    def why_not(self, device: torch.device, recipe: Any) -> str:
+        """Why this backend cannot run ``recipe`` on ``device``, or ""."""
 
     @abstractmethod
     def quantizer(
@@ -67,18 +76,16 @@ class Backend(ABC):
     ) -> Quantize:
         """A function that quantizes tensors of ``role`` under ``recipe``.
 
-        Under delayed scaling it uses the scale in ``slot`` and raises ``slot.amax`` to the tensor's amax; under
-        current scaling ``slot`` is None.
+        Under delayed scaling it uses the scale in ``slot`` and raises ``slot.amax`` to the tensor's amax; under other
+        recipes ``slot`` is None.
         """
 
     @abstractmethod
-    def gemm(
-        self, a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype, *, use_split_accumulator: bool
-    ) -> Gemm:
-        """A GEMM of FP8 matrices of the given types.
+    def gemm(self, recipe: Any, product: Product, out_dtype: torch.dtype) -> Gemm:
+        """The GEMM of ``product`` for matrices that were quantized under ``recipe``.
 
-        Float32-accumulated, and rounded once to ``out_dtype``; ``use_split_accumulator=False`` allows Hopper's faster,
-        less exact accumulation.
+        Float32-accumulated, and rounded once to ``out_dtype``; where the recipe has ``use_split_accumulator=False``
+        for the product, Hopper's faster, less exact accumulation is allowed.
         """
 
     @abstractmethod

@@ -6,45 +6,19 @@ It is the default on the CPU and the oracle in tests. Formulas are those of Tran
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from thunder_te_exec.backends.base import Backend, Gemm, Operand, Quantize
-from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype
+from thunder_te_exec.backends.base import OPERANDS, Backend, Gemm, Matrix, Operand, Quantize
+from thunder_te_exec.backends.blocks import dequantize_blocks, quantize_blocks
+from thunder_te_exec.backends.rounding import FLOAT32_MAX, amax_of, divide, quantize, scale_from_amax
+from thunder_te_exec.layouts import block_shape
+from thunder_te_exec.recipe import DelayedScaling, Product, TensorRole, fp8_dtype, quantization_params
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
 
-__all__ = ["ReferenceBackend", "amax_of", "quantize", "scale_from_amax"]
-
-_FLOAT32_MAX = torch.finfo(torch.float32).max
-
-
-def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude in ``x``, float32 (1,). NaN is left out, as CUDA's ``fmaxf`` does in TE's kernels."""
-    return x.detach().abs().float().nan_to_num_(nan=0.0, posinf=float("inf")).amax().reshape(1)
-
-
-def _divide(numerator: float, x: torch.Tensor) -> torch.Tensor:
-    # `number / tensor` is `tensor.reciprocal() * number` in torch: rounded twice.
-    return torch.full_like(x, numerator) / x
-
-
-def scale_from_amax(
-    amax: torch.Tensor, fp8_max: float, *, power_2_scale: bool = False, amax_epsilon: float = 0.0
-) -> torch.Tensor:
-    """``fp8_max / amax``, float32 (1,): 1 where amax is 0 or not finite, float32's maximum where it overflows."""
-    amax = amax.clamp(min=amax_epsilon)
-    scale = _divide(fp8_max, amax).clamp(max=_FLOAT32_MAX)
-    if power_2_scale:
-        # Keep sign and exponent of the float32: rounds down to a power of two.
-        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
-    return torch.where(amax.isfinite() & (amax > 0), scale, torch.ones_like(scale))
-
-
-def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x * scale`` in float32, saturated and rounded to nearest even in ``dtype``, as uint8 of the same shape."""
-    fp8_max = torch.finfo(dtype).max
-    return (x.float() * scale).clamp_(-fp8_max, fp8_max).to(dtype).view(torch.uint8)
+__all__ = ["ReferenceBackend", "update_scales_unfused"]
 
 
 class ReferenceBackend(Backend):
@@ -52,7 +26,7 @@ class ReferenceBackend(Backend):
 
     name = "reference"
 
-    def why_not(self, device: torch.device) -> str:
+    def why_not(self, device: torch.device, recipe: Any) -> str:
         return ""
 
     def quantizer(
@@ -65,9 +39,11 @@ class ReferenceBackend(Backend):
         rowwise: bool,
         columnwise: bool,
     ) -> Quantize:
+        if block_shape(recipe, role) is not None:
+            return functools.partial(quantize_blocks, recipe, role, rowwise, columnwise)
         dtype = fp8_dtype(recipe, role)
         fp8_max = torch.finfo(dtype).max
-        params = getattr(recipe, role.value, None)
+        params = quantization_params(recipe, role)
 
         def delayed(x: torch.Tensor) -> Operand:
             torch.maximum(slot.amax, amax_of(x), out=slot.amax)
@@ -80,18 +56,29 @@ class ReferenceBackend(Backend):
             return in_directions(x, scale)
 
         def in_directions(x: torch.Tensor, scale: torch.Tensor) -> Operand:
-            data = quantize(x, scale, dtype)
-            return Operand(data if rowwise else None, data.t().contiguous() if columnwise else None, 1.0 / scale)
+            data, scale_inv = quantize(x, scale, dtype), 1.0 / scale
+            return Operand(
+                (data, scale_inv) if rowwise else None, (data.t().contiguous(), scale_inv) if columnwise else None
+            )
 
         return current if slot is None else delayed
 
-    def gemm(
-        self, a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype, *, use_split_accumulator: bool
-    ) -> Gemm:
-        def gemm(a, a_scale_inv, b, b_scale_inv, bias):
-            # The product of two FP8 numbers is exact in float32, so scales can be applied to the sum, as cuBLAS does.
-            out = a.view(a_dtype).float() @ b.view(b_dtype).float().t()
-            out *= a_scale_inv * b_scale_inv
+    def gemm(self, recipe: Any, product: Product, out_dtype: torch.dtype) -> Gemm:
+        (a_role, a_columnwise), (b_role, b_columnwise) = OPERANDS[product]
+        if block_shape(recipe, a_role) is None:
+            a_dtype, b_dtype = fp8_dtype(recipe, a_role), fp8_dtype(recipe, b_role)
+
+            def product_of(a: Matrix, b: Matrix) -> torch.Tensor:
+                # The product of two FP8 numbers is exact in float32: scales can be applied to the sum, as cuBLAS does.
+                return (a[0].view(a_dtype).float() @ b[0].view(b_dtype).float().t()).mul_(a[1] * b[1])
+        else:
+
+            def product_of(a: Matrix, b: Matrix) -> torch.Tensor:
+                x = dequantize_blocks(recipe, a_role, a, columnwise=a_columnwise)
+                return x @ dequantize_blocks(recipe, b_role, b, columnwise=b_columnwise).t()
+
+        def gemm(a: Matrix, b: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+            out = product_of(a, b)
             if bias is not None:
                 out += bias.float()
             return out.to(out_dtype)
@@ -117,5 +104,5 @@ def update_scales_unfused(group: AmaxGroup, recipe: DelayedScaling) -> None:
     if recipe.scaling_factor_compute_algo is not None:
         scale.copy_(recipe.scaling_factor_compute_algo(amax, scale, fp8_max, recipe))
         return
-    new = (_divide(fp8_max, amax) / 2.0**recipe.margin).clamp(max=_FLOAT32_MAX)
+    new = (divide(fp8_max, amax) / 2.0**recipe.margin).clamp(max=FLOAT32_MAX)
     scale.copy_(torch.where(amax.isfinite() & (amax > 0), new, scale))

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from thunder_te_exec import compat
-from thunder_te_exec.backends.base import Backend, Gemm, Operand, Quantize
+from thunder_te_exec.backends.base import OPERANDS, Backend, Gemm, Matrix, Operand, Quantize
 from thunder_te_exec.backends.reference import update_scales_unfused
-from thunder_te_exec.recipe import TensorRole, fp8_dtype
+from thunder_te_exec.backends.te_formats import quantizer_and_reader, storage_maker
+from thunder_te_exec.recipe import (
+    Float8BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Product,
+    TensorRole,
+    use_split_accumulator,
+)
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
 
 __all__ = ["TransformerEngineBackend"]
 
 
 class TransformerEngineBackend(Backend):
-    """Runs on devices of compute capability 8.9 and higher."""
+    """Runs on devices of compute capability 8.9 and higher; block scaling needs newer ones."""
 
     name = "te"
 
-    def why_not(self, device: torch.device) -> str:
+    def why_not(self, device: torch.device, recipe: Any) -> str:
         if device.type != "cuda":
             return "Transformer Engine runs on CUDA only; te_backend='reference' runs anywhere"
         why = compat.te_import_error()
         if why:
             return why
-        import transformer_engine.pytorch as te
-
-        available, reason = te.is_fp8_available(return_reason=True)
+        available, reason = _availability(recipe)(return_reason=True)
         return "" if available else reason
 
     def quantizer(
@@ -42,57 +49,39 @@ class TransformerEngineBackend(Backend):
         columnwise: bool,
     ) -> Quantize:
         import transformer_engine_torch as tex
-        from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
-        dtype = _te_dtype(fp8_dtype(recipe, role))
-        # TE's cast-transpose kernel writes the row-wise copy whether or not it is wanted.
-        usage = {"rowwise": True, "columnwise": columnwise}
-        if slot is not None:
-            quantizer = Float8Quantizer(slot.scale[0], slot.amax, dtype, **usage)
-        else:
-            params = getattr(recipe, role.value)
-            quantizer = Float8CurrentScalingQuantizer(
-                dtype,
-                device,
-                force_pow_2_scales=params.power_2_scale,
-                amax_epsilon=params.amax_epsilon,
-                **usage,
-            )
+        quantizer, read = quantizer_and_reader(recipe, role, slot, device, rowwise=rowwise, columnwise=columnwise)
         quantizer.internal = True  # gives a plain storage object, which costs less than a tensor subclass
         run = tex.quantize
 
         def quantize(x: torch.Tensor) -> Operand:
-            q = run(x, quantizer)
-            transpose = q._transpose
-            if columnwise and transpose is None:
-                # From Blackwell on, TE's GEMM also reads the other layout, and its quantizer makes no transpose.
-                transpose = tex.fp8_transpose(q._data, dtype)
-            return Operand(q._data if rowwise else None, transpose, q._scale_inv)
+            return read(run(x, quantizer))
 
         return quantize
 
-    def gemm(
-        self, a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype, *, use_split_accumulator: bool
-    ) -> Gemm:
+    def gemm(self, recipe: Any, product: Product, out_dtype: torch.dtype) -> Gemm:
         from transformer_engine.pytorch.cpp_extensions import general_gemm
-        from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-        a_te, b_te = _te_dtype(a_dtype), _te_dtype(b_dtype)
+        (a_role, a_columnwise), (b_role, b_columnwise) = OPERANDS[product]
+        a_storage = storage_maker(recipe, a_role, out_dtype, columnwise=a_columnwise)
+        b_storage = storage_maker(recipe, b_role, out_dtype, columnwise=b_columnwise)
+        # TE's matrices are column-major, so its first operand gives the output's columns. Only MXFP8 keeps column-wise
+        # copies that are not transposed.
+        layout = "TN"
+        if isinstance(recipe, MXFP8BlockScaling):
+            layout = ("N" if b_columnwise else "T") + ("T" if a_columnwise else "N")
+        split = use_split_accumulator(recipe, product)
 
-        def storage(data, scale_inv, dtype):
-            return Float8TensorStorage(data=data, fp8_scale_inv=scale_inv, fp8_dtype=dtype, fake_dtype=out_dtype)
-
-        def gemm(a, a_scale_inv, b, b_scale_inv, bias):
+        def gemm(a: Matrix, b: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
             # cuBLAS has no FP8 GEMM with a float32 bias. TE rounds such a bias to bfloat16; adding it keeps its bits.
             add_after = bias is not None and bias.dtype is torch.float32
-            # TE's matrices are column-major, so its first operand gives the output's columns.
             out, *_ = general_gemm(
-                storage(b, b_scale_inv, b_te),
-                storage(a, a_scale_inv, a_te),
+                b_storage(b),
+                a_storage(a),
                 out_dtype=out_dtype,
-                layout="TN",
+                layout=layout,
                 bias=None if add_after else bias,
-                use_split_accumulator=use_split_accumulator,
+                use_split_accumulator=split,
             )
             return out.add_(bias) if add_after else out
 
@@ -109,12 +98,18 @@ class TransformerEngineBackend(Backend):
             [group.history],
             [group.scale],
             recipe.amax_compute_algo,
-            _te_dtype(group.dtype),
+            compat.te_dtype(group.dtype),
             recipe.margin,
         )
 
 
-def _te_dtype(dtype: torch.dtype) -> Any:
-    from transformer_engine.pytorch.constants import DType
+def _availability(recipe: Any) -> Callable[..., tuple[bool, str]]:
+    """Transformer Engine's own answer to whether this device runs ``recipe``."""
+    import transformer_engine.pytorch as te
 
-    return DType.kFloat8E4M3 if dtype is torch.float8_e4m3fn else DType.kFloat8E5M2
+    by_recipe = {
+        Float8BlockScaling: te.is_fp8_block_scaling_available,
+        MXFP8BlockScaling: te.is_mxfp8_available,
+        NVFP4BlockScaling: te.is_nvfp4_available,
+    }
+    return next((f for c, f in by_recipe.items() if isinstance(recipe, c)), te.is_fp8_available)
