@@ -55,6 +55,7 @@ def test_strides_of_an_operand_do_not_change_a_bit(operand, kind) -> None:
 
 @pytest.mark.parametrize("recipe", (DelayedScaling, Float8CurrentScaling), ids=lambda r: r.__name__)
 def test_a_nan_propagates_to_its_row_and_nowhere_else(recipe) -> None:
+    torch.manual_seed(0)  # the largest number, which scales all others, stays
     linear = nn.Linear(32, 32, bias=False)
     x = torch.randn(32, 32)
     clean = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=recipe())(x)
