@@ -1,19 +1,29 @@
 """Trace passes: functions from a trace to a trace, that know symbols and liveness and no backend."""
 
+from thunder_te_exec.passes.differentiable_once import differentiable_once
 from thunder_te_exec.passes.fewest_saved_tensors import fewest_saved_tensors
 from thunder_te_exec.passes.fp8_meta_sync import fp8_meta_sync
 from thunder_te_exec.passes.needed_gradients import needed_gradients
 from thunder_te_exec.passes.number_linears import number_linears
 from thunder_te_exec.passes.recomputed_linears import recomputed_linears
+from thunder_te_exec.passes.redundant_casts import redundant_casts
+from thunder_te_exec.passes.shared_inputs import shared_inputs
+from thunder_te_exec.passes.small_scalings import small_scalings
+from thunder_te_exec.passes.sums_in_gemms import sums_in_gemms
 from thunder_te_exec.passes.zero_gradients import zero_gradients
 
 __all__ = [
     "PASSES",
+    "differentiable_once",
     "fewest_saved_tensors",
     "fp8_meta_sync",
     "needed_gradients",
     "number_linears",
     "recomputed_linears",
+    "redundant_casts",
+    "shared_inputs",
+    "small_scalings",
+    "sums_in_gemms",
     "zero_gradients",
 ]
 
@@ -23,6 +33,11 @@ PASSES = (
     needed_gradients,
     fewest_saved_tensors,
     recomputed_linears,
+    redundant_casts,
+    small_scalings,
+    sums_in_gemms,
+    shared_inputs,
     fp8_meta_sync,
+    differentiable_once,
     number_linears,
 )

@@ -38,11 +38,11 @@ def needed_gradients(trace: TraceCtx) -> TraceCtx:
             wanted = Wanted(*(isinstance(g, Proxy) and g.name in needed for g in bsym.output))
             wanted_of_ctx[ctx_of(bsym).name] = wanted
             grads = tuple(g if w else None for g, w in zip(bsym.output, wanted))
-            return bsym.from_bsym(kwargs=wanted.kwargs(), output=grads)
+            return bsym.from_bsym(kwargs={**bsym.kwargs, **wanted.kwargs()}, output=grads)
         if is_te_linear(bsym):
             ctx = ctx_of(bsym)
             wanted = wanted_of_ctx.get(ctx.name, Wanted(False, False, False)) if ctx is not None else Wanted.of(bsym)
-            return bsym.from_bsym(kwargs=wanted.kwargs())
+            return bsym.from_bsym(kwargs={**bsym.kwargs, **wanted.kwargs()})
         return bsym
 
     return with_bound_symbols(trace, liveness_order(trace, rewrite), "Needed gradients of FP8 linears")

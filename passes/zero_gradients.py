@@ -21,32 +21,24 @@ sums, changes of shape or type. That a gradient does not depend on the outputs' 
 
 from __future__ import annotations
 
+from thunder_te_exec.passes.patterns import symbol_ids
 from thunder_te_exec.passes.rewrite import return_of, with_bound_symbols
 from thunder_te_exec.symbols import is_te_backward
 
-import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
-from thunder.executors.torchex import ex as torch_ex
 
 __all__ = ["zero_gradients"]
 
 
-def _ids(*names: str, primitives: tuple[Symbol, ...] = ()) -> frozenset:
-    """Ids of thunder's symbols of these names, as traced and as run by torch."""
-    traced = (getattr(ltorch, name) for name in names)
-    run = (torch_ex.opmap[name] for name in names if name in torch_ex.opmap)
-    return frozenset(symbol.id for symbol in (*traced, *run, *primitives))
-
-
-_ZEROS = _ids("zeros")
-_ADDS = _ids("add", primitives=(prims.add,))
+_ZEROS = symbol_ids("zeros")
+_ADDS = symbol_ids("add", primitives=(prims.add,))
 #: Zero where any operand is.
-_PRODUCTS = _ids("mul", "matmul", primitives=(prims.mul, prims.matmul))
+_PRODUCTS = symbol_ids("mul", "matmul", primitives=(prims.mul, prims.matmul))
 #: Zero where their one operand is.
-_KEEP_ZEROS = _ids(
+_KEEP_ZEROS = symbol_ids(
     *("neg", "sum", "to", "reshape", "permute", "transpose", "expand", "squeeze", "unsqueeze", "contiguous"),
     primitives=(
         prims.neg,

@@ -45,6 +45,10 @@ def nothing_frozen() -> Program:
     return _stack(bias=True, layers=2), _input(True)
 
 
+def only_the_last_bias_trained() -> Program:
+    return _freeze(_stack(bias=True, layers=2), lambda name: name == "1.bias"), _input(False)
+
+
 def only_biases_trained() -> Program:
     return _freeze(_stack(bias=True, layers=3), lambda name: name.endswith("bias")), _input(False)
 
@@ -71,11 +75,12 @@ def one_frozen_weight_in_two_linears() -> Program:
 class LoraLinear(nn.Module):
     """A frozen linear with a low-rank adapter."""
 
-    def __init__(self, features: int = 64, rank: int = 8) -> None:
+    def __init__(self, features: int = 64, rank: int = 8, out_features: int | None = None) -> None:
         super().__init__()
-        self.base = nn.Linear(features, features, bias=False)
+        out_features = out_features or features
+        self.base = nn.Linear(features, out_features, bias=False)
         self.lora_A = nn.Linear(features, rank, bias=False)
-        self.lora_B = nn.Linear(rank, features, bias=False)
+        self.lora_B = nn.Linear(rank, out_features, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.lora_B(self.lora_A(x)) * 2.0
@@ -83,6 +88,23 @@ class LoraLinear(nn.Module):
 
 def lora_linear() -> Program:
     return _freeze(LoraLinear(), lambda name: "lora" in name), _input(True, 2, 16, 64)
+
+
+class LoraMLP(nn.Module):
+    """SwiGLU with an adapter on each linear, and a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (LoraLinear(64, 8, 96) for _ in range(2))
+        self.down = LoraLinear(96, 8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def lora_mlp_in_bfloat16() -> Program:
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    return _freeze(LoraMLP(), lambda name: "lora" in name).bfloat16(), x
 
 
 class DetachedBranch(nn.Module):
@@ -150,6 +172,7 @@ TRAINING: tuple[Callable[[], Program], ...] = (
     one_weight_in_two_linears,
     one_frozen_weight_in_two_linears,
     lora_linear,
+    lora_mlp_in_bfloat16,
     a_linear_whose_output_is_detached,
     a_checkpointed_region,
 )

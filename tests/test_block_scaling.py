@@ -106,7 +106,17 @@ def test_mxfp8_scales_are_the_smallest_powers_of_two_that_do_not_saturate() -> N
     assert exponents[: len(amax), 0].tolist() == [127, 128, 128, 0, 0, 247, 0]
     numbers = dequantize_blocks(MXFP8BlockScaling(), TensorRole.INPUT, (data, exponents), columnwise=False)
     kept = torch.tensor([True, True, True, True, False, True, True])  # 2**-149 is below the smallest scale
-    torch.testing.assert_close(numbers[kept], x[kept], rtol=2.0**-4, atol=0.0)
+    torch.testing.assert_close(numbers[kept], x.double()[kept], rtol=2.0**-4, atol=0.0)
+
+
+@pytest.mark.parametrize("recipe", (Float8BlockScaling, MXFP8BlockScaling))
+def test_a_number_next_to_the_largest_does_not_overflow_in_a_product_that_is_finite(recipe) -> None:
+    linear = nn.Linear(128, 128, bias=False)
+    nn.init.constant_(linear.weight, 1e-5)
+    x = torch.zeros(32, 128)
+    x[0, 0] = 3.4e38
+    y = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=recipe())(x)
+    torch.testing.assert_close(y[0], linear(x)[0], rtol=2.0**-3, atol=0.0)
 
 
 def rounded(seed: int, recipe: NVFP4BlockScaling, x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +135,7 @@ def test_stochastic_rounding_is_seeded_unbiased_and_between_the_two_neighbours()
     # The mean of 400 draws is within 5 standard deviations of x; one draw deviates by half the spacing at most. The
     # largest of a block may round to a scale that is too small for it by 2**-4, and saturates then.
     deviation = 5 * (high - low) / 2 / 400**0.5 + 2.0**-4 * x.float().abs().amax() * (high == low)
-    assert ((draws.mean(0) - x.float()).abs() <= deviation + 1e-6).all()
+    assert ((draws.mean(0) - x.double()).abs() <= deviation + 1e-6).all()
     nearest = NVFP4BlockScaling(disable_stochastic_rounding=True)
     assert torch.equal(rounded(0, nearest, x), rounded(1, nearest, x))
 
@@ -229,6 +239,16 @@ def with_fields(recipe, **fields):
             lambda: NVFP4BlockScaling(row_scaled_activation=True),
             NotImplementedError,
             "row_scaled_activation=True is not supported",
+        ),
+        (
+            lambda: with_fields(NVFP4BlockScaling(), disable_stochastic_rounding=True),
+            NotImplementedError,
+            "disable_stochastic_rounding=True has no effect in Transformer Engine once the recipe is made",
+        ),
+        (
+            lambda: with_fields(Float8BlockScaling(), fp8_quant_fwd_inp=QParams(True, float("nan"))),
+            ValueError,
+            "fp8_quant_fwd_inp.amax_epsilon=nan: expected a finite number",
         ),
         (
             lambda: with_fields(NVFP4BlockScaling(), fp4_quant_fwd_inp=QParams()),

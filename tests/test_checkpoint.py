@@ -163,6 +163,20 @@ def test_a_loaded_function_that_was_not_called_saves_what_was_loaded() -> None:
     assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
 
 
+def test_what_was_loaded_is_not_lost_in_a_call_under_another_recipe() -> None:
+    state = fp8_state_dict(trained())
+    compiled = function()
+    load_fp8_state_dict(compiled, state)
+    with autocast(recipe=Float8CurrentScaling()), torch.no_grad():
+        compiled(batch(0))
+    kept = fp8_state_dict(compiled)
+    assert kept.keys() == state.keys() and all(torch.equal(kept[n], state[n]) for n in state if "recipes" not in n)
+    resumed = function()
+    load_fp8_state_dict(resumed, kept)
+    steady = trained()
+    assert torch.equal(resumed(batch(3)), steady(batch(3)))
+
+
 def test_modules_that_share_a_weight_load_before_the_first_call() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

@@ -13,7 +13,9 @@ from programs import (
     a_detached_value_written_to_in_place,
     every_even_linear_frozen,
     first_linear_frozen_and_no_input_gradient,
+    lora_mlp_in_bfloat16,
     nothing_frozen,
+    only_the_last_bias_trained,
 )
 from recipes import FLOAT8_BLOCKS, MICROSCALING
 from thunder_te_exec import passes
@@ -49,6 +51,11 @@ def test_each_pass_rewrites_its_program_as_its_golden_trace_shows(name, golden) 
     programs = {
         "recomputed_linears": a_checkpointed_region,
         "zero_gradients": a_detached_value_written_to_in_place,
+        "redundant_casts": lora_mlp_in_bfloat16,
+        "small_scalings": lora_mlp_in_bfloat16,
+        "sums_in_gemms": lora_mlp_in_bfloat16,
+        "shared_inputs": lora_mlp_in_bfloat16,
+        "differentiable_once": only_the_last_bias_trained,
     }
     module, x = programs.get(name, first_linear_frozen_and_no_input_gradient)()
     trace, _ = joint_trace(module, x)

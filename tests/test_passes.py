@@ -8,23 +8,38 @@ from programs import (
     a_checkpointed_region,
     a_detached_value_written_to_in_place,
     every_even_linear_frozen,
-    nothing_frozen,
+    lora_mlp_in_bfloat16,
     one_weight_in_two_linears,
     only_biases_trained,
+    only_the_last_bias_trained,
 )
-from thunder.core import prims
+from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 from thunder_te_exec.passes import (
     PASSES,
+    differentiable_once,
     fewest_saved_tensors,
     fp8_meta_sync,
     needed_gradients,
     number_linears,
     recomputed_linears,
+    redundant_casts,
+    shared_inputs,
+    small_scalings,
+    sums_in_gemms,
     zero_gradients,
 )
-from thunder_te_exec.symbols import ctx_of, is_te_backward, is_te_linear, is_te_recompute, te_sync_fp8_meta_bwd
+from thunder_te_exec.passes.patterns import cast_from, is_matmul, scaled_by
+from thunder_te_exec.symbols import (
+    ctx_of,
+    is_te_backward,
+    is_te_linear,
+    is_te_quantize,
+    is_te_recompute,
+    te_differentiable_once,
+    te_sync_fp8_meta_bwd,
+)
 from traces import flags, joint_trace
 
 
@@ -79,6 +94,41 @@ def computes_nothing_for_a_gradient_of_zeros(trace: TraceCtx) -> bool:
     return flags(forward) == [(False, False, False), (True, True, True)] and sum(g is not None for g in gradients) == 3
 
 
+def casts_nothing_there_and_back(trace: TraceCtx) -> bool:
+    widened = {}
+    for bsym in trace.bound_symbols:
+        source = cast_from(bsym)
+        if source is not None and widened.get(source.name) == bsym.output.dtype:
+            return False
+        if source is not None and bsym.output.dtype == dtypes.float32:
+            widened[bsym.output.name] = source.dtype
+    return True
+
+
+def multiplies_small_tensors_by_numbers(trace: TraceCtx) -> bool:
+    sizes = [b.output.numel for b in trace.bound_symbols if scaled_by(b) is not None]
+    # Three adapters of rank 8: their inputs (32 x 8), the gradients of these, and the gradients of 96 and 64 x 8.
+    return sorted(sizes) == sorted([256] * 6 + [96 * 8] * 2 + [64 * 8])
+
+
+def adds_up_in_gemms(trace: TraceCtx) -> bool:
+    forward, backward = both_directions(trace)
+    adapters = [b for b in trace.bound_symbols if is_matmul(b) and tuple(b.output.shape) == (32, 64)]
+    # Those of gate and up are one product.
+    return all("accumulate" in b.kwargs for b in (*forward, *backward)) and len(adapters) == 1
+
+
+def quantizes_each_input_once(trace: TraceCtx) -> bool:
+    inputs = [b.args[0].name for b in trace.bound_symbols if is_te_quantize(b)]
+    forward, _ = both_directions(trace)
+    inputs += [b.args[0].name for b in forward if "quantized_input" not in b.kwargs]
+    return len(inputs) == len(set(inputs)) == 2
+
+
+def checks_last_that_no_graph_was_asked_for(trace: TraceCtx) -> bool:
+    return trace.bound_symbols[-2].sym == te_differentiable_once
+
+
 GUARANTEES = {
     needed_gradients: has_the_flags_of_the_wanted_gradients,
     fewest_saved_tensors: saves_what_the_flags_need,
@@ -86,8 +136,21 @@ GUARANTEES = {
     number_linears: numbers_linears_and_their_contexts_in_order,
     recomputed_linears: recomputes_linears_as_their_first_run_did,
     zero_gradients: computes_nothing_for_a_gradient_of_zeros,
+    redundant_casts: casts_nothing_there_and_back,
+    small_scalings: multiplies_small_tensors_by_numbers,
+    sums_in_gemms: adds_up_in_gemms,
+    shared_inputs: quantizes_each_input_once,
+    differentiable_once: checks_last_that_no_graph_was_asked_for,
 }
-PROGRAMS = {recomputed_linears: a_checkpointed_region, zero_gradients: a_detached_value_written_to_in_place}
+PROGRAMS = {
+    recomputed_linears: a_checkpointed_region,
+    zero_gradients: a_detached_value_written_to_in_place,
+    redundant_casts: lora_mlp_in_bfloat16,
+    small_scalings: lora_mlp_in_bfloat16,
+    sums_in_gemms: lora_mlp_in_bfloat16,
+    shared_inputs: lora_mlp_in_bfloat16,
+    differentiable_once: only_the_last_bias_trained,
+}
 
 
 @pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__)
@@ -121,14 +184,11 @@ def test_what_only_fed_a_dropped_gradient_is_dropped_with_it() -> None:
     assert flags(forward) == [(False, False, True), (True, False, True), (True, False, True)]
     names = {o.name for b in after.bound_symbols for o in b.flat_proxy_outs}
     assert all(p.name in names or p.name in {a.name for a in after.args} for b in backward for p in b.flat_proxy_args)
-    assert len(after.bound_symbols) <= len(before.bound_symbols) + 1  # the sync
+    assert len(after.bound_symbols) <= len(before.bound_symbols) + 1  # the sync, which checks for a graph too
 
 
 def test_no_gradient_is_quantized_and_none_is_synced_where_only_the_last_bias_is_trained() -> None:
-    module, x = nothing_frozen()
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name == "1.bias")
-    _, after = joint_trace(module, x.detach())
+    _, after = joint_trace(*only_the_last_bias_trained())
     forward, backward = both_directions(after)
     assert flags(forward) == [(False, False, False), (False, False, True)]
     assert [b.args[4] for b in backward] == [()]

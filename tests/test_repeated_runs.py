@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import pytest
 import thunder
 import torch
 from programs import Checkpointed
 from steps import batch, same, step
-from thunder_te_exec import fp8_state_dict, te_ex
-from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
+from thunder_te_exec import autocast, fp8_state_dict, te_ex
+from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 from torch import nn
 from traces import tensors_saved
 
@@ -156,3 +159,49 @@ def test_a_gradient_of_a_gradient_elsewhere_in_the_same_program_is_torchs() -> N
     (g,) = torch.autograd.grad(torch.sin(x).sum(), x, create_graph=True)
     (function(x).sum() + g.pow(2).sum()).backward()
     assert x.grad.isfinite().all() and module.weight.grad is not None
+
+
+@pytest.mark.parametrize("why", ("ragged", "not enabled", "filtered", "past the linear"))
+def test_a_gradient_of_a_gradient_raises_where_no_fp8_linear_is_differentiated_too(why) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.log_scale = nn.Linear(32, 32), nn.Parameter(torch.zeros(32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.log_scale.exp()
+
+    module = Scaled()
+    module.linear.requires_grad_(why != "past the linear")
+    options = {"te_filter": lambda name, shape: False} if why == "filtered" else {}
+    function = thunder.jit(module, executors=[te_ex], **options)
+    x = torch.randn(10 if why == "ragged" else 32, 32)
+    with autocast(enabled=False) if why == "not enabled" else contextlib.nullcontext():
+        y = function(x)
+    with pytest.raises(RuntimeError, match="create_graph=True .* is differentiable once"):
+        torch.autograd.grad(y.pow(2).sum(), module.log_scale, create_graph=True)
+
+
+def test_threads_that_call_one_function_at_once_get_their_own_gradients() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+    function = thunder.jit(module, executors=[te_ex], te_fp8_recipe=NVFP4BlockScaling())
+    leaves, x = list(module.parameters()), torch.randn(32, 64).bfloat16()
+    torch.autograd.grad(function(x).sum(), leaves)
+
+    def run() -> None:
+        for _ in range(30):
+            torch.autograd.grad(function(x).sum(), leaves)
+
+    replays = []
+    original = torch.random.set_rng_state
+    torch.random.set_rng_state = lambda state: (replays.append(state), original(state))
+    try:
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.random.set_rng_state = original
+    assert not replays  # none was taken for a second backward of another's call

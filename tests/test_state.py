@@ -11,7 +11,7 @@ import thunder
 import torch
 from oracle import oracle_linear
 from steps import batch, same
-from thunder_te_exec import claims, fp8_state_dict, te_ex
+from thunder_te_exec import claims, fp8_state_dict, load_fp8_state_dict, te_ex
 from thunder_te_exec.recipe import DelayedScaling
 from torch import nn
 
@@ -198,6 +198,26 @@ def outputs_and_gradients(function, x: torch.Tensor) -> list[torch.Tensor]:
     trained = [p for p in function.parameters() if p.requires_grad]
     y = function(x)
     return [y.detach(), *torch.autograd.grad(y.sum(), trained)]
+
+
+def test_a_deep_copy_keeps_hooks_attributes_and_what_a_strict_load_promised() -> None:
+    module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    recipe = DelayedScaling(amax_history_len=3)
+    function = thunder.jit(module, executors=[te_ex], te_fp8_recipe=recipe)
+    function(batch(0)).sum().backward()
+    some = {name: t for name, t in fp8_state_dict(function).items() if not name.startswith("1.")}
+    other = thunder.jit(module, executors=[te_ex], te_fp8_recipe=recipe)
+    load_fp8_state_dict(other, some)
+    with pytest.raises(ValueError, match="missing: 1.grad_output"):
+        copy.deepcopy(other)(batch(0))
+    function.register_forward_hook(lambda module, args, y: y * 2.0)
+    function.note = ["kept"]
+    twin = copy.deepcopy(function)
+    assert torch.equal(twin(batch(1)), function(batch(1))) and twin.note == ["kept"] and twin.note is not function.note
+    recipe.margin = 3
+    for called, entries in ((function, 2), (twin, 1)):
+        called(batch(1))
+        assert len(thunder.compile_stats(called).interpreter_cache) == entries
 
 
 def test_a_deep_copy_of_a_function_with_transforms_says_what_to_do() -> None:

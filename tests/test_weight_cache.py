@@ -11,7 +11,13 @@ import torch.optim.optimizer as optimizer_module
 from programs import Checkpointed
 from thunder_te_exec import te_ex
 from thunder_te_exec.backends.reference import ReferenceBackend
-from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling, TensorRole
+from thunder_te_exec.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    NVFP4BlockScaling,
+    TensorRole,
+)
 from torch import nn
 
 
@@ -168,6 +174,110 @@ def test_a_call_without_gradients_keeps_no_less_than_training_needs(quantized) -
         fresh(other).sum().backward()
     assert torch.equal(x.grad, other.grad)
     assert quantized.count(TensorRole.WEIGHT) == 1 + 2  # and the function without the cache
+
+
+def frozen_linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(32, 32).requires_grad_(False)
+
+
+@pytest.mark.parametrize("recipe, times", ((DelayedScaling, 2), (Float8CurrentScaling, 1), (Float8BlockScaling, 1)))
+def test_a_frozen_weight_is_quantized_once_and_once_more_when_its_delayed_scale_is_known(
+    recipe, times, quantized
+) -> None:
+    compiled = thunder.jit(frozen_linear(), executors=[te_ex], te_fp8_recipe=recipe())
+    for n in range(5):
+        compiled(batch(n)).sum().backward()
+    with torch.no_grad():
+        compiled(batch(0))
+    # Compiling again forgets it.
+    assert quantized.count(TensorRole.WEIGHT) == times + 1
+    everything = thunder.jit(frozen_linear(), executors=[te_ex], te_fp8_recipe=recipe(), te_weight_cache=False)
+    del quantized[:]
+    for n in range(5):
+        everything(batch(n)).sum().backward()
+    assert quantized.count(TensorRole.WEIGHT) == 5
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    (
+        lambda: DelayedScaling(amax_history_len=2),
+        lambda: DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent", margin=1),
+        Float8CurrentScaling,
+        NVFP4BlockScaling,
+    ),
+    ids=("delayed", "most recent", "current", "nvfp4"),
+)
+def test_keeping_frozen_weights_changes_no_bit_of_seven_steps(recipe) -> None:
+    found = []
+    for keep in (None, False):
+        torch.manual_seed(0)
+        module = Checkpointed(True).bfloat16()
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in ("region.0.weight", "last.weight"))
+        options = {} if keep is None else {"te_weight_cache": keep}
+        compiled = thunder.jit(module, executors=[te_ex], te_fp8_recipe=recipe(), **options)
+        optimizer = torch.optim.SGD((p for p in module.parameters() if p.requires_grad), lr=0.1)
+        torch.manual_seed(1)
+        for n in range(7):
+            x = torch.randn(32, 32).bfloat16().requires_grad_()
+            y = compiled(x)
+            y.float().pow(2).mean().backward()
+            found_here = [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+            found.append(found_here)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(all(map(torch.equal, a, b)) for a, b in zip(found[:7], found[7:]))
+
+
+@pytest.mark.parametrize("recipe", (DelayedScaling, Float8CurrentScaling), ids=lambda r: r.__name__)
+@pytest.mark.parametrize("fused", (False, True))
+def test_a_weight_that_was_trained_between_two_times_of_being_frozen_is_not_used_as_it_was(fused, recipe) -> None:
+    linear = frozen_linear()
+    compiled = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=recipe())
+    steady = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=recipe(), te_weight_cache=False)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.5, fused=fused)
+    for frozen in (True, False, True, False, True):
+        linear.requires_grad_(not frozen)
+        for n in range(3):
+            assert torch.equal(compiled(batch(n)), steady(batch(n)))
+            compiled(batch(n)).sum().backward()
+            steady(batch(n)).sum().backward()
+            optimizer.step()
+
+
+def test_an_in_place_write_to_a_frozen_weight_is_seen() -> None:
+    linear = frozen_linear()
+    compiled = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=Float8CurrentScaling())
+    before = compiled(batch(0))
+    linear.weight.add_(1.0)
+    after = compiled(batch(0))
+    fresh = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=Float8CurrentScaling())
+    assert not torch.equal(before, after) and torch.equal(after, fresh(batch(0)))
+
+
+def test_a_computed_weight_is_not_kept(quantized) -> None:
+    weight = torch.randn(32, 32)
+    compiled = thunder.jit(lambda x, w: nn.functional.linear(x, w * 2.0), executors=[te_ex])
+    for n in range(3):
+        compiled(batch(n), weight)
+    assert quantized.count(TensorRole.WEIGHT) == 3
+
+
+@pytest.mark.parametrize("recipe", (DelayedScaling, Float8CurrentScaling), ids=lambda r: r.__name__)
+@pytest.mark.parametrize("frozen", (False, True))
+def test_a_first_call_in_inference_mode_leaves_weights_that_can_be_trained_with(frozen, recipe) -> None:
+    found = []
+    for keep in (True, False):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32).requires_grad_(not frozen))
+        compiled = thunder.jit(module, executors=[te_ex], te_fp8_recipe=recipe(), te_weight_cache=keep)
+        with torch.inference_mode():
+            compiled(batch(0))
+        compiled(batch(0)).sum().backward()
+        found.append(module[0].weight.grad)
+    assert torch.equal(*found)
 
 
 def test_something_that_is_not_a_boolean_is_refused() -> None:

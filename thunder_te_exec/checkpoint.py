@@ -43,9 +43,13 @@ def fp8_state_dict(jitted: Any) -> dict[str, torch.Tensor]:
 
 
 def _state_dict(state: Fp8State) -> dict[str, torch.Tensor]:
-    found = {_RECIPES: _encode([describe(r) for r in state.recipes])}
-    if state.loaded is not None and not state.recipes:  # loaded, and not called yet
-        found = {_RECIPES: state.loaded.recipes, **state.loaded.entries}
+    recipes = [describe(r) for r in state.recipes]
+    waiting: Mapping[str, torch.Tensor] = {}
+    if state.loaded is not None:  # for linears that have not run since
+        waiting = state.loaded.entries
+        saved = _decode(state.loaded.recipes)
+        recipes = [*(r for r in saved if r not in recipes), *recipes] if waiting or not recipes else recipes
+    found = {_RECIPES: _encode(recipes)} | {name: tensor.detach().clone() for name, tensor in waiting.items()}
     return found | {name: tensor.detach().clone() for name, tensor in _named_tensors(state, state.slots).items()}
 
 
@@ -85,8 +89,10 @@ def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], str
 
 def copy_state(of: Any, to: Any) -> None:
     """Give the function of CompileData ``to``, which has not been called yet, a copy of the FP8 state of ``of``."""
-    entries = _state_dict(Fp8State.of(of))
-    Fp8State.of(to).loaded = Loaded(entries, strict=False, recipes=entries.pop(_RECIPES))
+    state = Fp8State.of(of)
+    entries = _state_dict(state)
+    strict = state.loaded is not None and state.loaded.strict
+    Fp8State.of(to).loaded = Loaded(entries, strict=strict, recipes=entries.pop(_RECIPES))
 
 
 def take_loaded(state: Fp8State, new: list[SlotKey]) -> None:
@@ -130,10 +136,14 @@ def _encode(recipes: list[dict[str, str]]) -> torch.Tensor:
     return torch.tensor(list(json.dumps(recipes).encode()), dtype=torch.uint8)
 
 
+def _decode(recipes: torch.Tensor) -> list[dict[str, str]]:
+    return json.loads(bytes(recipes.tolist()))
+
+
 def _check_recipes(state: Fp8State, state_dict: Mapping[str, torch.Tensor], compile_data: Any) -> None:
     if _RECIPES not in state_dict:
         raise ValueError(f"expected the entry {_RECIPES!r}: not a state dict of fp8_state_dict")
-    saved = json.loads(bytes(state_dict[_RECIPES].tolist()))
+    saved = _decode(state_dict[_RECIPES])
     option = compile_data.compile_options.get("te_fp8_recipe")
     in_force = recipe_in_force(active_context(), option, _device(compile_data.fn))
     ours = [describe(recipe) for recipe in (*state.recipes, in_force)]

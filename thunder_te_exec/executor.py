@@ -53,7 +53,8 @@ class TransformerEngineExecutor(OperatorExecutor, FusionExecutor):
         note_linears_of_others(trace)
         for run in PASSES:
             trace = run(trace)
-        return bind(trace, _bound) if any(map(is_te_linear, trace.bound_symbols)) else trace
+        ours = (b for b in trace.bound_symbols if is_te_linear(b) or b.sym == symbols.te_differentiable_once)
+        return bind(trace, _bound) if any(True for _ in ours) else trace
 
 
 te_ex = TransformerEngineExecutor("thunder_te")

@@ -7,8 +7,8 @@ multiplies.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,15 @@ from thunder_te_exec.state import AmaxGroup, AmaxSlot
 from thunder_te_exec.symbols import Wanted
 from thunder_te_exec.weight_cache import WeightCache
 
-__all__ = ["BackwardSync", "Calls", "Fp8ForwardContext", "Fp8Linear", "ScaleUpdate", "fp8_linear_backward"]
+__all__ = [
+    "BackwardSync",
+    "Calls",
+    "Fp8ForwardContext",
+    "Fp8Linear",
+    "ScaleUpdate",
+    "differentiable_once",
+    "fp8_linear_backward",
+]
 
 _DIFFERENTIABLE_ONCE = (
     "backward with create_graph=True through a function of thunder.jit(executors=[te_ex]): it is differentiable once, "
@@ -50,9 +58,8 @@ class Call:
         self.random_states: dict[Fp8Linear, torch.Tensor] = {}
 
 
-@dataclass(slots=True)
-class Calls:
-    """Which call of a compiled function is running: ``forward`` its forward, ``backward`` its backward."""
+class Calls(threading.local):
+    """Which call of a compiled function runs in this thread: ``forward`` its forward, ``backward`` its backward."""
 
     forward: Call | None = None
     backward: Call | None = None
@@ -121,9 +128,18 @@ class Fp8Linear:
         input_requires_grad: bool,
         weight_requires_grad: bool,
         bias_requires_grad: bool,
+        accumulate: torch.Tensor | None = None,
+        quantized_input: Operand | None = None,
     ) -> tuple[torch.Tensor, Saved, LinearContext]:
-        """``a @ w.T + bias``, what its wanted gradients need (``symbols.saved_operands``), and the context."""
-        out, saved = self._forward(self._quantizers, a, w, bias, input_requires_grad, weight_requires_grad)
+        """``a @ w.T + bias``, what its wanted gradients need (``symbols.saved_operands``), and the context.
+
+        ``accumulate`` is added, and becomes the result in place. ``quantized_input`` is what ``a`` was quantized to.
+        """
+        x = quantized_input
+        if x is None:
+            x = self._quantizers.input[weight_requires_grad](_matrix(a))
+        wanted = input_requires_grad, weight_requires_grad
+        out, saved = self._forward(self._quantizers, x, a.shape, w, bias, *wanted, accumulate)
         return out, saved, LinearContext(self, self._calls.forward)
 
     def recompute(
@@ -136,6 +152,7 @@ class Fp8Linear:
         input_requires_grad: bool,
         weight_requires_grad: bool,
         bias_requires_grad: bool,
+        accumulate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Saved, LinearContext]:
         """The same again in backward, with the scales of ``first_run`` and recording no amax."""
         quantizers = self._quantizers
@@ -143,25 +160,34 @@ class Fp8Linear:
             for group, scale in first_run.call.forward_scales.items():
                 group.load_replay(scale)
             quantizers = self._replay
-        out, saved = self._forward(quantizers, a, w, bias, input_requires_grad, weight_requires_grad)
+        x = quantizers.input[weight_requires_grad](_matrix(a))
+        wanted = input_requires_grad, weight_requires_grad
+        out, saved = self._forward(quantizers, x, a.shape, w, bias, *wanted, accumulate)
         return out, saved, first_run
 
     def backward(
-        self, call: Call, a_shape: Sequence[int], saved: Saved, grad_output: torch.Tensor, wanted: Wanted
+        self,
+        call: Call,
+        a_shape: Sequence[int],
+        saved: Saved,
+        grad_output: torch.Tensor,
+        wanted: Wanted,
+        accumulate: torch.Tensor | None = None,
     ) -> Grads:
-        """The wanted gradients of input, weight and bias, from what forward saved."""
+        """The wanted gradients of input, weight and bias, from what forward saved.
+
+        ``accumulate`` is added to the input's gradient, and becomes it in place.
+        """
         g = _matrix(grad_output)
         grad_input = grad_weight = None
-        if not wanted.quantizes_grad_output:
-            compat.raise_after_backward_with_create_graph(_DIFFERENTIABLE_ONCE)  # else BackwardSync does
-        else:
+        if wanted.quantizes_grad_output:
             quantize = self._quantizers_of_backward(call).grad[wanted.input, wanted.weight]
             q = self._with_the_same_random_numbers(call, quantize, g) if self._stochastic else quantize(g)
             # The input's matrix, then the weight's, as far as wanted.
             x = saved[: len(saved) // 2] if wanted.input else saved
             weight = saved[len(saved) // 2 :] if wanted.weight else saved
             if wanted.input:
-                grad_input = self._dgrad(q.rowwise, weight, None).view(a_shape)
+                grad_input = self._dgrad(q.rowwise, weight, None, _as_matrix(accumulate)).view(a_shape)
             if wanted.weight:
                 grad_weight = self._wgrad(q.columnwise, x, None)
         return grad_input, grad_weight, g.sum(dim=0) if wanted.bias else None
@@ -169,22 +195,28 @@ class Fp8Linear:
     def _forward(
         self,
         quantizers: _Quantizers,
-        a: torch.Tensor,
+        x: Operand,
+        a_shape: torch.Size,
         w: torch.Tensor,
         bias: torch.Tensor | None,
         input_requires_grad: bool,
         weight_requires_grad: bool,
+        accumulate: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Saved]:
-        x = quantizers.input[weight_requires_grad](_matrix(a))
         if self._weights is None:
             q = quantizers.weight[input_requires_grad](w.contiguous())
         else:
-            q = self._weights.get(w, input_requires_grad, quantizers.weight)
-        out = self._fprop(x.rowwise, q.rowwise, bias)
+            replay = quantizers is not self._quantizers
+            q = self._weights.get(w, input_requires_grad, quantizers.weight, replay=replay)
+        out = self._fprop(x.rowwise, q.rowwise, bias, _as_matrix(accumulate))
         saved: Saved = x.columnwise if weight_requires_grad else ()
         if input_requires_grad:
             saved += q.columnwise
-        return out.view(*a.shape[:-1], w.shape[0]), saved
+        return out.view(*a_shape[:-1], w.shape[0]), saved
+
+    def quantize_input(self, a: torch.Tensor, *, columnwise: bool) -> Operand:
+        """The implementation of ``te_quantize_input``, of which this linear is the first reader."""
+        return self._quantizers.input[columnwise](_matrix(a))
 
     def _quantizers_of_backward(self, call: Call) -> _Quantizers:
         self._calls.backward = call
@@ -217,6 +249,11 @@ def _matrix(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(-1, t.shape[-1]).contiguous()
 
 
+def _as_matrix(t: torch.Tensor | None) -> torch.Tensor | None:
+    """A view; what is accumulated into was made by a product, and is contiguous."""
+    return None if t is None else t.view(-1, t.shape[-1])
+
+
 def fp8_linear_backward(
     a_shape: Sequence[int],
     w_shape: Sequence[int],
@@ -228,10 +265,11 @@ def fp8_linear_backward(
     input_requires_grad: bool,
     weight_requires_grad: bool,
     bias_requires_grad: bool,
+    accumulate: torch.Tensor | None = None,
 ) -> Grads:
     """The implementation of ``te_functional_linear_backward``."""
     wanted = Wanted(input_requires_grad, weight_requires_grad, bias_requires_grad)
-    return ctx.linear.backward(ctx.call, a_shape, saved, grad_output, wanted)
+    return ctx.linear.backward(ctx.call, a_shape, saved, grad_output, wanted, accumulate)
 
 
 class ScaleUpdate:
@@ -254,6 +292,7 @@ class ScaleUpdate:
             self._reduce()
         for group in self.groups:
             self._backend.update_scales(group, self._recipe)
+            group.updates += 1
 
     def _reduce(self) -> None:
         order = self._order()
@@ -311,18 +350,22 @@ class Fp8ForwardContext:
         return in_fp8
 
 
+def differentiable_once() -> None:
+    """The implementation of ``te_differentiable_once``: backward with ``create_graph=True`` raises when it ends."""
+    compat.raise_after_backward_with_create_graph(_DIFFERENTIABLE_ONCE)
+
+
 class BackwardSync:
     """The implementation of ``te_sync_fp8_meta_bwd``: updates the gradients' scales, once for each forward call.
 
-    A backward with ``create_graph=True`` raises when it has ended: thunder's gradients have no graph, so that gradients
-    of them would be missing, silently.
+    Does what ``te_differentiable_once`` does too.
     """
 
     def __init__(self, calls: Calls, updates: Sequence[ScaleUpdate]) -> None:
         self._calls, self._updates = calls, tuple(updates)
 
     def __call__(self) -> None:
-        compat.raise_after_backward_with_create_graph(_DIFFERENTIABLE_ONCE)
+        differentiable_once()
         call = self._calls.backward
         if call.backward_scales:
             return

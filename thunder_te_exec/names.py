@@ -75,6 +75,10 @@ class WeightNames:
             weight = source
         return self._parameters[weight.name]
 
+    def is_parameter(self, weight: TensorProxy) -> bool:
+        """Whether ``weight``, of the trace last asked about, is a parameter itself, not computed from one."""
+        return weight.name in self._parameters
+
     def _read(self, trace: TraceCtx, prologue: TraceCtx) -> None:
         if self._trace is None or self._trace() is not trace:
             self._trace, self._producers = weakref.ref(trace), {}

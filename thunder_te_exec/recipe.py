@@ -6,6 +6,7 @@ script written on a machine without a GPU runs unchanged on one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "check_supported",
     "describe",
     "fp8_dtype",
+    "has_functions",
     "quantization_params",
     "same_recipe",
     "use_split_accumulator",
@@ -148,6 +150,8 @@ def _check_params(recipe: Any, honoured: tuple[str, ...]) -> None:
         params = getattr(recipe, _params_name(recipe, role))
         if not isinstance(params, QParams):
             raise ValueError(f"{name}={params!r}: expected an instance of QParams")
+        if not (isinstance(params.amax_epsilon, (int, float)) and 0 <= params.amax_epsilon < math.inf):
+            raise ValueError(f"{name}.amax_epsilon={params.amax_epsilon!r}: expected a finite number of at least 0")
         for option in (o for o in vars(QParams()) if not o.startswith("_") and o not in honoured):
             if getattr(params, option) != getattr(QParams(), option):
                 raise NotImplementedError(f"{name}.{option}={getattr(params, option)!r} is not supported")
@@ -193,6 +197,10 @@ def _check_float8_blocks(recipe: Any) -> None:
 
 
 def _check_mxfp8(recipe: Any) -> None:
+    if type(recipe.enable_2d_quantization) is not bool:
+        raise ValueError(
+            f"MXFP8BlockScaling.enable_2d_quantization={recipe.enable_2d_quantization!r}: expected True or False"
+        )
     if recipe.margin != 0:
         raise NotImplementedError(f"MXFP8BlockScaling.margin={recipe.margin!r} has no effect in Transformer Engine")
 
@@ -208,9 +216,21 @@ def _check_nvfp4(recipe: Any) -> None:
         ("fp4_quant_fwd_weight", "random_hadamard_transform"),
         ("fp4_quant_fwd_weight", "stochastic_rounding"),
         ("fp4_quant_fwd_inp", "stochastic_rounding"),
+        ("fp4_quant_fwd_inp", "fp4_2d_quantization"),
+        ("fp4_quant_bwd_grad", "fp4_2d_quantization"),
     ):
         if getattr(getattr(recipe, name), option):
             raise NotImplementedError(f"NVFP4BlockScaling.{name}.{option}=True is not supported")
+    for flag, name, option in (
+        ("disable_rht", "fp4_quant_bwd_grad", "random_hadamard_transform"),
+        ("disable_stochastic_rounding", "fp4_quant_bwd_grad", "stochastic_rounding"),
+        ("disable_2d_quantization", "fp4_quant_fwd_weight", "fp4_2d_quantization"),
+    ):
+        if getattr(recipe, flag) and getattr(getattr(recipe, name), option):
+            raise NotImplementedError(
+                f"NVFP4BlockScaling.{flag}=True has no effect in Transformer Engine once the recipe is made: "
+                f"give it to the constructor, or assign QParams to {name}"
+            )
     if recipe.fp4_quant_fwd_inp.random_hadamard_transform != recipe.fp4_quant_bwd_grad.random_hadamard_transform:
         raise ValueError(
             "NVFP4BlockScaling: random_hadamard_transform of fp4_quant_fwd_inp and fp4_quant_bwd_grad must be equal: "
@@ -225,6 +245,11 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     MXFP8BlockScaling: _check_mxfp8,
     NVFP4BlockScaling: _check_nvfp4,
 }
+
+
+def has_functions(recipe: Any) -> bool:
+    """Whether delayed scaling's ``recipe`` computes scales with functions of the user's."""
+    return callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
 
 
 def same_recipe(a: Any, b: Any) -> bool:

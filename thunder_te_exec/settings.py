@@ -21,7 +21,7 @@ __all__ = ["Settings", "recipe_in_force"]
 _OPTIONS = {
     "te_fp8_recipe": "thunder_te_exec: recipe used outside of any autocast context",
     "te_backend": "thunder_te_exec: 'te' or 'reference'; the default is the device's",
-    "te_weight_cache": "thunder_te_exec: quantize a weight again only when it has changed (gradient accumulation)",
+    "te_weight_cache": "thunder_te_exec: keep quantized weights while they do not change; default: frozen ones",
     "te_filter": "thunder_te_exec: callable(weight_fqn, weight_shape) -> bool, decides instead of the thin-linear rule",
 }
 
@@ -36,7 +36,7 @@ class Settings:
         amax_reduction_group: process group of the FP8 context.
         backend: what runs the linears; None where nothing can, for the reason ``why_no_backend``.
         te_filter: the user's choice of linears, or None.
-        weight_cache: whether a weight is quantized again only when it has changed.
+        weight_cache: whether a weight is quantized again only when it has changed; None for frozen ones alone.
     """
 
     enabled: bool
@@ -45,7 +45,7 @@ class Settings:
     backend: Backend | None
     why_no_backend: str
     te_filter: Callable[[str, tuple[int, ...]], bool] | None
-    weight_cache: bool
+    weight_cache: bool | None
 
     @classmethod
     def current(cls, compile_data: Any, device: torch.device) -> Settings:
@@ -68,7 +68,7 @@ class Settings:
             check_supported(recipe)
         backend, why = _backend(options["te_backend"], device, recipe) if enabled else (None, "")
         group = context.amax_reduction_group if context is not None else None
-        return cls(enabled, copy.copy(recipe), group, backend, why, te_filter, bool(weight_cache))
+        return cls(enabled, copy.copy(recipe), group, backend, why, te_filter, weight_cache)
 
     def hold_under(self, context: Fp8Context | None, option: Any, device: torch.device) -> bool:
         """Whether a compilation under ``context`` would have these settings, the options being what they are."""

@@ -6,7 +6,7 @@ and dies with it and two jitted functions never share any.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,6 +57,7 @@ class AmaxGroup:
         scale: float32 (tensors,).
         dtype: FP8 type that the tensors are quantized to.
         keys: whose tensors they are, in order.
+        updates: how often ``scale`` was computed anew.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class AmaxGroup:
             self.scale = torch.ones(tensors, dtype=torch.float32, device=device)
         self.dtype = dtype
         self.keys = tuple(keys)
+        self.updates = 0
         self._replay: AmaxGroup | None = None
         self._replayed: torch.Tensor | None = None
 
@@ -163,10 +165,13 @@ class Fp8State:
         self.recipes.append(recipe)
         return len(self.recipes) - 1
 
-    def delayed_scaling_slots(self, keys: Iterable[SlotKey]) -> tuple[list[AmaxSlot], list[SlotKey]]:
+    def delayed_scaling_slots(
+        self, keys: Iterable[SlotKey], shared: Mapping[SlotKey, SlotKey]
+    ) -> tuple[list[AmaxSlot], list[SlotKey]]:
         """State of the tensors of ``keys``, made where it does not exist yet.
 
-        New tensors of one kind go into one group together.
+        New tensors of one kind go into one group together. ``shared`` maps each that is the same tensor as another to
+        that one, or to itself: they have one state.
 
         Returns:
             A slot for each tensor, in order, and the keys of those that are new.
@@ -174,17 +179,21 @@ class Fp8State:
         keys = list(keys)
         new: dict[GroupKind, list[SlotKey]] = {}
         for key in dict.fromkeys(keys):
-            if key not in self.slots:
+            if key not in self.slots and shared.get(key, key) == key:
                 new.setdefault(key.kind, []).append(key)
         for kind, members in new.items():
             group = AmaxGroup(len(members), kind.length, kind.dtype, kind.device, members)
             self.groups.setdefault(kind, []).append(group)
             self.slots.update({key: group.slot(i) for i, key in enumerate(members)})
-        return [self.slots[key] for key in keys], [key for members in new.values() for key in members]
+        followers = [key for key, first in shared.items() if key != first and key not in self.slots]
+        self.slots.update({key: self.slots[shared[key]] for key in followers})
+        made = [key for members in new.values() for key in members]
+        return [self.slots[shared.get(key, key)] for key in keys], made + followers
 
     def forget(self, keys: Iterable[SlotKey]) -> None:
-        """Undo the making of the slots of ``keys``, all of whose groups were made with them."""
+        """Undo the making of the slots of ``keys``, whose own groups were made with them."""
         for key in keys:
             group = self.slots.pop(key).group
-            groups = self.groups[key.kind]
-            groups[:] = [g for g in groups if g is not group]
+            if key in group.keys:
+                groups = self.groups[key.kind]
+                groups[:] = [g for g in groups if g is not group]

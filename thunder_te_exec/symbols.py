@@ -6,6 +6,11 @@ to two dimensions becomes::
     (y, saved, ctx) = te_linear(a, w, bias, input_requires_grad=, weight_requires_grad=, bias_requires_grad=)
     (ga, gw, gb) = te_functional_linear_backward(a.shape, w.shape, bias_shape, ctx, saved, gy, *the same keywords)
 
+Two more keywords are there where a pass has put them. ``accumulate``: a tensor that is added to ``y`` or ``ga``, and
+becomes it in place. ``quantized_input``: the quantized ``a``, made once for several linears by ::
+
+    qa = te_quantize_input(a, columnwise=)
+
 A linear inside a checkpointed region runs again in backward as its first run did, whose context is ``first_run``::
 
     (y, saved, ctx) = te_recompute_linear(a, w, bias, first_run, *the same keywords)
@@ -40,12 +45,15 @@ __all__ = [
     "ctx_of",
     "is_te_backward",
     "is_te_linear",
+    "is_te_quantize",
     "is_te_recompute",
     "is_unclaimed_linear",
     "saved_operands",
+    "te_differentiable_once",
     "te_functional_linear_backward",
     "te_linear",
     "te_linear_saving",
+    "te_quantize_input",
     "te_recompute_linear",
     "te_sync_fp8_meta_bwd",
 ]
@@ -133,7 +141,7 @@ def _te_functional_linear_backward_meta(
     )
 
 
-def _te_sync_fp8_meta_bwd_meta() -> None:
+def _without_outputs() -> None:
     return None
 
 
@@ -149,7 +157,9 @@ te_recompute_linear = _symbol("te_recompute_linear", None, (prims.OpTags.MATMUL_
 te_functional_linear_backward = _symbol(
     "te_functional_linear_backward", _te_functional_linear_backward_meta, (prims.OpTags.MATMUL_OP,)
 )
-te_sync_fp8_meta_bwd = _symbol("te_sync_fp8_meta_bwd", _te_sync_fp8_meta_bwd_meta, (prims.OpTags.DONT_DCE,))
+te_quantize_input = _symbol("te_quantize_input", None)
+te_sync_fp8_meta_bwd = _symbol("te_sync_fp8_meta_bwd", _without_outputs, (prims.OpTags.DONT_DCE,))
+te_differentiable_once = _symbol("te_differentiable_once", _without_outputs, (prims.OpTags.DONT_DCE,))
 
 
 def te_linear_saving(symbol: Symbol, specs: SavedSpecs) -> Symbol:
@@ -173,6 +183,11 @@ def is_unclaimed_linear(bsym: BoundSymbol) -> bool:
 def is_te_recompute(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` is the second run, in backward, of a claimed linear inside a checkpointed region."""
     return bsym.sym == te_recompute_linear
+
+
+def is_te_quantize(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` quantizes an input for several claimed linears, numbered or not."""
+    return bsym.sym == te_quantize_input
 
 
 def is_te_backward(bsym: BoundSymbol) -> bool:

@@ -4,59 +4,99 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from thunder_te_exec.backends import Matrix, Operand, Quantize
+from thunder_te_exec.state import AmaxSlot
 
 __all__ = ["OptimizerSteps", "WeightCache"]
 
 
 class OptimizerSteps:
-    """Counts the steps of all torch optimizers: fused ones write to weights without torch counting it."""
+    """Counts the steps in which torch optimizers may have written to a weight: fused ones write without torch counting.
+
+    A parameter that is frozen and has no gradient left from before is not written to: it has no steps.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        self._counts: dict[int, int] = {}
         this = weakref.ref(self)
 
-        def step(*_: object) -> None:
-            counter = this()
-            if counter is not None:
-                counter.count += 1
+        def step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            steps = this()
+            if steps is not None:
+                steps._count(optimizer)
 
         weakref.finalize(self, register_optimizer_step_post_hook(step).remove)
 
+    def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) in self._counts and (p.requires_grad or p.grad is not None):
+                    self._counts[id(p)] += 1
+
+    def of(self, weight: torch.Tensor) -> int:
+        """How many there were, of any optimizer that has ``weight``, since it was first asked for."""
+        return self._counts.setdefault(id(weight), 0)
+
 
 class WeightCache:
-    """The FP8 operand of one linear's weight, for gradient accumulation: one quantization an optimizer step.
+    """The FP8 operand of one linear's weight: of a frozen one kept for good, of a trained one for an optimizer step.
 
-    It is made again after any optimizer's step, and when the weight is another tensor, has another storage, or was
-    written to in place, which torch counts (``Tensor._version``): by ``copy_`` or ``load_state_dict``. What is written
-    through ``.data``, which torch does not count, is not seen.
+    It is made again after a step of an optimizer that has the weight, and when the weight is another tensor, has
+    another storage, or was written to in place, which torch counts (``Tensor._version``): by ``copy_`` or
+    ``load_state_dict``. What is written through ``.data``, which torch does not count, is not seen.
 
     Args:
         steps: counts optimizer steps.
         one_scale: whether the whole weight has one scale, so that either direction is the other's transpose.
+        slot: of the weight under delayed scaling, else None. A frozen weight is quantized once more when the scale has
+            been computed from its amax, and not again: its scale is the same in every later step.
     """
 
-    def __init__(self, steps: OptimizerSteps, *, one_scale: bool) -> None:
-        self._steps, self._one_scale = steps, one_scale
+    def __init__(self, steps: OptimizerSteps, *, one_scale: bool, slot: AmaxSlot | None) -> None:
+        self._steps, self._one_scale, self._slot = steps, one_scale, slot
         self._weight: weakref.ref[torch.Tensor] | None = None
-        self._state: tuple[int, int, int] | None = None
+        self._state: tuple[Any, ...] | None = None
         self._operand: Operand | None = None
+        self._provisional_since: int | None = None
 
-    def get(self, weight: torch.Tensor, columnwise: bool, quantize: Sequence[Quantize]) -> Operand:
-        """The operand of ``weight``, quantized by ``quantize[columnwise]`` where it has changed."""
+    def forget(self) -> None:
+        """Quantize the weight anew when it is next asked for."""
+        self._operand = None
+
+    def get(
+        self, weight: torch.Tensor, columnwise: bool, quantize: Sequence[Quantize], *, replay: bool = False
+    ) -> Operand:
+        """The operand of ``weight``, quantized by ``quantize[columnwise]`` where it has changed.
+
+        ``replay``: ``quantize`` has the scale of an earlier step; what it gives is not kept.
+        """
         if weight.is_inference():  # it counts no writes
             return quantize[columnwise](weight.contiguous())
-        state = (self._steps.count, weight._version, weight.data_ptr())
-        if self._operand is None or self._weight() is not weight or self._state != state:
-            self._operand = quantize[columnwise](weight.contiguous())
-            self._weight, self._state = weakref.ref(weight), state
+        if torch.is_inference_mode_enabled():  # what is made in it could not be saved for a backward
+            with torch.inference_mode(False), torch.no_grad():
+                return self.get(weight, columnwise, quantize, replay=replay)
+        state = (self._steps.of(weight), weight._version, weight.data_ptr(), weight.requires_grad)
+        changed = self._operand is None or self._weight() is not weight or self._state != state
+        settles = not changed and self._settles()
+        if changed or settles:
+            operand = quantize[columnwise](weight.contiguous())
+            if replay:
+                return operand
+            self._operand, self._weight, self._state = operand, weakref.ref(weight), state
+            frozen_and_delayed = self._slot is not None and not weight.requires_grad
+            self._provisional_since = self._slot.group.updates if frozen_and_delayed and not settles else None
         elif columnwise and self._operand.columnwise is None:
             self._operand = self._operand._replace(columnwise=self._other_direction(weight, quantize))
         return self._operand
+
+    def _settles(self) -> bool:
+        """Whether the scale was computed from a frozen weight's amax since the weight was quantized."""
+        return self._provisional_since is not None and self._slot.group.updates > self._provisional_since
 
     def _other_direction(self, weight: torch.Tensor, quantize: Sequence[Quantize]) -> Matrix:
         if not self._one_scale:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -42,9 +42,17 @@ class Operand(NamedTuple):
 Quantize = Callable[[torch.Tensor], Operand]
 
 
-#: ``gemm(a, b, bias)``: ``a @ b.T + bias`` of the dequantized matrices (m, k) and (n, k): (m, n). ``bias`` is (n,), in
-#: the output's type, or None.
-Gemm = Callable[[Matrix, Matrix, torch.Tensor | None], torch.Tensor]
+class Gemm(Protocol):
+    """``a @ b.T + bias`` of the dequantized matrices (m, k) and (n, k): (m, n).
+
+    ``bias`` is (n,), in the output's type, or None. ``into``, (m, n) in the output's type and contiguous, is added and
+    is where the result is written, rounded once.
+    """
+
+    def __call__(
+        self, a: Matrix, b: Matrix, bias: torch.Tensor | None, into: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
 
 #: By product, what ``a`` and ``b`` are: a tensor's role, and whether it is the column-wise copy.
 OPERANDS: dict[Product, tuple[tuple[TensorRole, bool], tuple[TensorRole, bool]]] = {

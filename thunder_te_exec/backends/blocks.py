@@ -44,7 +44,11 @@ def quantize_blocks(recipe: Any, role: TensorRole, rowwise: bool, columnwise: bo
 
 
 def dequantize_blocks(recipe: Any, role: TensorRole, matrix: Matrix, *, columnwise: bool) -> torch.Tensor:
-    """The numbers of a quantized matrix, float32, its rows along the contraction."""
+    """The numbers of a quantized matrix, float64, its rows along the contraction.
+
+    In float32 a number that was rounded up next to the largest one would overflow. Under NVFP4 numbers are not what was
+    quantized where the tensor's amax is below 2688 / 3.4e38: the kernels clamp its scale there.
+    """
     return _DEQUANTIZE[_recipe_class(recipe)](recipe, role, matrix, columnwise)
 
 
@@ -94,7 +98,7 @@ def _quantize_float8(recipe: Any, role: TensorRole, x: torch.Tensor, columnwise:
 def _dequantize_float8(recipe: Any, role: TensorRole, matrix: Matrix, columnwise: bool) -> torch.Tensor:
     (data, scale_inv), block = matrix, block_shape(recipe, role)
     scales = scale_inv if block[0] > 1 else scale_inv.t()
-    return data.view(fp8_dtype(recipe, role)).float() * _spread(scales, block, data.shape)
+    return data.view(fp8_dtype(recipe, role)).double() * _spread(scales, block, data.shape)
 
 
 # --- MXFP8BlockScaling ------------------------------------------------------------------------------------------------
@@ -127,7 +131,7 @@ def _quantize_mxfp8(recipe: Any, role: TensorRole, x: torch.Tensor, columnwise: 
 
 def _dequantize_mxfp8(recipe: Any, role: TensorRole, matrix: Matrix, columnwise: bool) -> torch.Tensor:
     data, exponents = (t.t() for t in matrix) if columnwise else matrix
-    numbers = data.contiguous().view(fp8_dtype(recipe, role)).float()
+    numbers = data.contiguous().view(fp8_dtype(recipe, role)).double()
     return numbers * _spread(_power_of_two(exponents), (1, 32), data.shape)
 
 
@@ -157,7 +161,11 @@ def _to_e2m1(x: torch.Tensor, stochastic: bool) -> torch.Tensor:
     magnitude = x.abs().nan_to_num(nan=_E2M1_MAX).clamp(max=_E2M1_MAX)
     spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     steps = magnitude / spacing
-    steps = (steps + torch.rand_like(steps)).floor() if stochastic else steps.round()
+    if stochastic:
+        below = steps.floor()
+        steps = below + (torch.rand_like(steps) < steps - below)
+    else:
+        steps = steps.round()
     values = torch.tensor(_E2M1, device=x.device)
     return torch.searchsorted(values, (steps * spacing).clamp(max=_E2M1_MAX)) + 8 * x.signbit()
 
@@ -181,7 +189,7 @@ def _quantize_nvfp4(recipe: Any, role: TensorRole, x: torch.Tensor, columnwise: 
 
 def _dequantize_nvfp4(recipe: Any, role: TensorRole, matrix: Matrix, columnwise: bool) -> torch.Tensor:
     data, scales, amax = matrix
-    values = torch.tensor((*_E2M1, *(-v for v in _E2M1)), device=data.device)
+    values = torch.tensor((*_E2M1, *(-v for v in _E2M1)), dtype=torch.float64, device=data.device)
     numbers = values[torch.stack((data & 15, data >> 4), -1).long()].flatten(1)
     of_tensor = amax / (_E4M3_MAX * _E2M1_MAX)
     return numbers * _spread(scales.view(torch.float8_e4m3fn).float(), (1, 16), numbers.shape) * of_tensor

@@ -77,11 +77,11 @@ class ReferenceBackend(Backend):
                 x = dequantize_blocks(recipe, a_role, a, columnwise=a_columnwise)
                 return x @ dequantize_blocks(recipe, b_role, b, columnwise=b_columnwise).t()
 
-        def gemm(a: Matrix, b: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        def gemm(a: Matrix, b: Matrix, bias: torch.Tensor | None, into: torch.Tensor | None = None) -> torch.Tensor:
             out = product_of(a, b)
             if bias is not None:
-                out += bias.float()
-            return out.to(out_dtype)
+                out += bias
+            return out.to(out_dtype) if into is None else into.copy_(out.add_(into))
 
         return gemm
 

@@ -17,6 +17,7 @@ from thunder_te_exec.recipe import (
     NVFP4BlockScaling,
     Product,
     TensorRole,
+    has_functions,
     use_split_accumulator,
 )
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
@@ -72,7 +73,7 @@ class TransformerEngineBackend(Backend):
             layout = ("N" if b_columnwise else "T") + ("T" if a_columnwise else "N")
         split = use_split_accumulator(recipe, product)
 
-        def gemm(a: Matrix, b: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        def gemm(a: Matrix, b: Matrix, bias: torch.Tensor | None, into: torch.Tensor | None = None) -> torch.Tensor:
             # cuBLAS has no FP8 GEMM with a float32 bias. TE rounds such a bias to bfloat16; adding it keeps its bits.
             add_after = bias is not None and bias.dtype is torch.float32
             out, *_ = general_gemm(
@@ -82,13 +83,15 @@ class TransformerEngineBackend(Backend):
                 layout=layout,
                 bias=None if add_after else bias,
                 use_split_accumulator=split,
+                out=into,
+                accumulate=into is not None,
             )
             return out.add_(bias) if add_after else out
 
         return gemm
 
     def update_scales(self, group: AmaxGroup, recipe: Any) -> None:
-        if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
+        if has_functions(recipe):
             update_scales_unfused(group, recipe)
             return
         import transformer_engine_torch as tex

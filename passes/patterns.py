@@ -1,0 +1,135 @@
+"""What passes recognize beside our own symbols: casts, sums, products and changes of shape, traced or run by torch.
+
+With a fuser behind us a trace holds thunder's own symbols, without one those that torch runs; both are found by their
+ids.
+"""
+
+from __future__ import annotations
+
+from thunder_te_exec import compat  # noqa: F401  (before thunder)
+
+import thunder.torch as ltorch
+from thunder.core import prims
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_flatten
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.executors.torchex import ex as torch_ex
+
+from thunder_te_exec.passes.rewrite import return_of
+
+__all__ = [
+    "Uses",
+    "cast_from",
+    "is_add",
+    "is_matmul",
+    "is_plain_linear",
+    "is_view",
+    "recorded",
+    "scaled_by",
+    "symbol_ids",
+    "symbol_like",
+]
+
+
+def symbol_ids(*names: str, primitives: tuple[Symbol, ...] = ()) -> frozenset:
+    """Ids of thunder's symbols of these names, as traced and as run by torch, and of ``primitives``."""
+    traced = (getattr(ltorch, name) for name in names)
+    run = (torch_ex.opmap[name] for name in names if name in torch_ex.opmap)
+    return frozenset(symbol.id for symbol in (*traced, *run, *primitives))
+
+
+_CASTS = symbol_ids("to", primitives=(prims.convert_element_type,))
+_ADDS = symbol_ids("add", primitives=(prims.add,))
+_MULS = symbol_ids("mul", primitives=(prims.mul,))
+_MATMULS = symbol_ids("matmul", primitives=(prims.matmul,))
+_LINEARS = symbol_ids(primitives=(prims.linear, ltorch.linear, torch_ex.opmap["linear"]))
+_VIEWS = symbol_ids("reshape", "permute", "transpose", primitives=(prims.reshape, prims.transpose))
+
+
+def cast_from(bsym: BoundSymbol) -> TensorProxy | None:
+    """What ``bsym`` casts to another type; None where it is no cast."""
+    if bsym.sym.id not in _CASTS or not isinstance(bsym.output, TensorProxy):
+        return None
+    source = bsym.args[0]
+    same = isinstance(source, TensorProxy) and (tuple(source.shape), source.device) == (
+        tuple(bsym.output.shape),
+        bsym.output.device,
+    )
+    return source if same else None
+
+
+def is_add(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` adds two tensors of its own shape and type."""
+    if bsym.sym.id not in _ADDS or bsym.kwargs.get("alpha") not in (None, 1):
+        return False
+    out = bsym.output
+    return all(
+        isinstance(a, TensorProxy) and (tuple(a.shape), a.dtype) == (tuple(out.shape), out.dtype) for a in bsym.args[:2]
+    )
+
+
+def scaled_by(bsym: BoundSymbol) -> tuple[TensorProxy, float] | None:
+    """The tensor and the Python number that ``bsym`` multiplies; None where it does something else."""
+    if bsym.sym.id not in _MULS:
+        return None
+    for tensor, number in (bsym.args[:2], bsym.args[1::-1]):
+        if isinstance(tensor, TensorProxy) and type(number) in (int, float) and tensor.dtype == bsym.output.dtype:
+            return tensor, number
+    return None
+
+
+def is_matmul(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` multiplies two matrices."""
+    return bsym.sym.id in _MATMULS and all(isinstance(a, TensorProxy) and a.ndim == 2 for a in bsym.args[:2])
+
+
+def is_plain_linear(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` is a linear without bias that is not run in FP8."""
+    return bsym.sym.id in _LINEARS and all(a is None for a in bsym.args[2:])
+
+
+def is_view(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` changes the shape of its first argument, or the order of its dimensions."""
+    return bsym.sym.id in _VIEWS
+
+
+class Uses:
+    """Who makes and who reads each proxy of a trace; the trace's return counts as a reader."""
+
+    def __init__(self, trace: TraceCtx) -> None:
+        self.producer: dict[str, BoundSymbol] = {}
+        self.readers: dict[str, list[BoundSymbol]] = {}
+        self.place: dict[int, int] = {}
+        for i, bsym in enumerate(trace.bound_symbols):
+            self.place[id(bsym)] = i
+            for out in bsym.flat_proxy_outs:
+                self.producer.setdefault(out.name, bsym)
+            for name in {p.name for p in bsym.flat_proxy_args}:
+                self.readers.setdefault(name, []).append(bsym)
+        self.returned = {p.name for p in tree_flatten(return_of(trace).args)[0] if isinstance(p, Proxy)}
+
+    def only_reader(self, proxy: Proxy) -> BoundSymbol | None:
+        """The one symbol that reads ``proxy``; None where there is another, or it is returned."""
+        readers = self.readers.get(proxy.name, [])
+        return readers[0] if len(readers) == 1 and proxy.name not in self.returned else None
+
+
+def symbol_like(bsym: BoundSymbol, name: str) -> Symbol:
+    """The symbol of ``name`` as ``bsym`` is one: torch's where torch runs ``bsym``, else thunder's."""
+    return torch_ex.opmap[name] if bsym.sym.executor is torch_ex else getattr(ltorch, name)
+
+
+def recorded(trace: TraceCtx, like: BoundSymbol, symbol: Symbol, *args, **kwargs) -> list[BoundSymbol]:
+    """The call ``symbol(*args, **kwargs)`` as bound symbols of ``trace``, the last of which gives its result.
+
+    They get the tags of ``like``, which say whether they belong to forward or backward.
+    """
+    with tracectx(trace):
+        scope: list[BoundSymbol] = []
+        trace.push_scope(scope)
+        symbol(*args, **kwargs)
+        trace.pop_scope()
+    for bsym in scope:
+        bsym.tags |= like.tags
+    return scope

@@ -1,0 +1,66 @@
+"""Use a tensor itself where it was cast to a wider type and back.
+
+thunder computes in float32 what it differentiates in bfloat16, and casts at each step. Before::
+
+    g1 = prims.convert_element_type(g0, dtypes.float32)
+    g2 = prims.convert_element_type(g1, dtypes.bfloat16)
+    g3 = prims.convert_element_type(g1, dtypes.bfloat16)
+    (gx, _, _) = te_functional_linear_backward(..., g2, ...)
+    gb = matmul(g3, b)
+
+After, where ``g0`` is bfloat16::
+
+    (gx, _, _) = te_functional_linear_backward(..., g0, ...)
+    gb = matmul(g0, b)
+
+Not a bit changes. Without the pass a fuser writes each of the copies; and other passes see that what was copies is one
+tensor. A forward's result stays a tensor of its own.
+"""
+
+from __future__ import annotations
+
+from thunder_te_exec.passes.patterns import cast_from
+from thunder_te_exec.passes.rewrite import liveness_order, return_of, with_bound_symbols
+
+from thunder.core import dtypes, prims
+from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
+from thunder.core.pytree import tree_flatten
+from thunder.core.trace import TraceCtx
+
+__all__ = ["redundant_casts"]
+
+_WIDENS = {(dtypes.bfloat16, dtypes.float32), (dtypes.float16, dtypes.float32)}
+
+
+def redundant_casts(trace: TraceCtx) -> TraceCtx:
+    """Replace the result of a cast that undoes a widening one by what was widened."""
+    kept = _results_of_forward(trace)
+    swaps: dict[Variable, Proxy] = {}
+    widened: dict[str, TensorProxy] = {}
+    bound_symbols = []
+    for bsym in trace.bound_symbols:
+        bsym = bsym.from_bsym_swap_proxies(swaps)
+        source = cast_from(bsym)
+        if source is not None:
+            original = widened.get(source.name)
+            if original is not None and original.dtype == bsym.output.dtype and bsym.output.name not in kept:
+                swaps[variableify(bsym.output)] = original
+                continue
+            if (source.dtype, bsym.output.dtype) in _WIDENS:
+                widened[bsym.output.name] = source
+        bound_symbols.append(bsym)
+    if not swaps:
+        return trace
+    new = with_bound_symbols(trace, bound_symbols, "Redundant casts")
+    return with_bound_symbols(new, liveness_order(new, lambda bsym, needed: bsym), "Redundant casts")
+
+
+def _results_of_forward(trace: TraceCtx) -> set[str]:
+    """Names of what the caller of the forward gets; gradients are not among them."""
+    end = return_of(trace)
+    returned = end.args
+    if returned and isinstance(returned[0], dict) and "fw_flat_out" in returned[0]:
+        returned = returned[0]["fw_flat_out"]
+    # An in-place write to an argument ends in a copy to it.
+    copied = [b.args for b in trace.bound_symbols if b.sym.id is prims.PrimIDs.COPY_]
+    return {p.name for p in tree_flatten((returned, copied))[0] if isinstance(p, Proxy)}
