@@ -5,6 +5,7 @@ from thunder_te_exec.passes.fewest_saved_tensors import fewest_saved_tensors
 from thunder_te_exec.passes.fp8_meta_sync import fp8_meta_sync
 from thunder_te_exec.passes.needed_gradients import needed_gradients
 from thunder_te_exec.passes.number_linears import number_linears
+from thunder_te_exec.passes.recomputed_activations import recomputed_activations
 from thunder_te_exec.passes.recomputed_linears import recomputed_linears
 from thunder_te_exec.passes.redundant_casts import redundant_casts
 from thunder_te_exec.passes.shared_inputs import shared_inputs
@@ -19,6 +20,7 @@ __all__ = [
     "fp8_meta_sync",
     "needed_gradients",
     "number_linears",
+    "recomputed_activations",
     "recomputed_linears",
     "redundant_casts",
     "shared_inputs",
@@ -37,6 +39,7 @@ PASSES = (
     small_scalings,
     sums_in_gemms,
     shared_inputs,
+    recomputed_activations,
     fp8_meta_sync,
     differentiable_once,
     number_linears,

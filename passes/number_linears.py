@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from thunder_te_exec.passes.rewrite import with_bound_symbols
+from thunder_te_exec.passes.rewrite import free_name, with_bound_symbols
 from thunder_te_exec.symbols import ctx_of, is_te_linear, is_te_quantize, is_te_recompute
 
 from thunder.core.proxies import Proxy, Variable, variableify
@@ -56,15 +56,9 @@ def number_linears(trace: TraceCtx) -> TraceCtx:
 def _numbered(bsym: BoundSymbol, n: int, ctx_name: str, trace: TraceCtx, renamed: dict[Variable, Proxy]) -> BoundSymbol:
     ctx = ctx_of(bsym)
     if ctx is not None:
-        renamed[variableify(ctx)] = ctx.replace(name=_free_name(trace, ctx_name))
+        renamed[variableify(ctx)] = ctx.replace(name=free_name(trace, ctx_name))
     return bsym.from_bsym(sym=_named(bsym.sym, n))
 
 
 def _named(symbol: Symbol, n: int) -> Symbol:
     return replace(symbol, name=f"{symbol.name}_{n}", _hash=None)
-
-
-def _free_name(trace: TraceCtx, name: str) -> str:
-    while trace.has_name(name):
-        name += "_"
-    return name

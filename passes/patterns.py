@@ -24,6 +24,7 @@ __all__ = [
     "is_add",
     "is_matmul",
     "is_plain_linear",
+    "is_pointwise",
     "is_view",
     "recorded",
     "scaled_by",
@@ -44,6 +45,13 @@ _ADDS = symbol_ids("add", primitives=(prims.add,))
 _MULS = symbol_ids("mul", primitives=(prims.mul,))
 _MATMULS = symbol_ids("matmul", primitives=(prims.matmul,))
 _LINEARS = symbol_ids(primitives=(prims.linear, ltorch.linear, torch_ex.opmap["linear"]))
+_POINTWISE = symbol_ids(
+    *("add", "sub", "mul", "true_divide", "neg", "exp", "pow", "rsqrt", "reciprocal", "sigmoid", "silu", "tanh", "to"),
+    primitives=(
+        *(prims.add, prims.sub, prims.mul, prims.div, prims.neg, prims.exp, prims.pow, prims.rsqrt, prims.reciprocal),
+        *(prims.tanh, prims.convert_element_type, prims.broadcast_in_dim, prims.shallow_copy),
+    ),
+)
 _VIEWS = symbol_ids("reshape", "permute", "transpose", primitives=(prims.reshape, prims.transpose))
 
 
@@ -92,6 +100,11 @@ def is_plain_linear(bsym: BoundSymbol) -> bool:
 def is_view(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` changes the shape of its first argument, or the order of its dimensions."""
     return bsym.sym.id in _VIEWS
+
+
+def is_pointwise(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` is a pointwise operation, a cast or a broadcast that a fuser can make part of a kernel."""
+    return bsym.sym.id in _POINTWISE and bsym.sym.executor is None and isinstance(bsym.output, TensorProxy)
 
 
 class Uses:

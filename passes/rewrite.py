@@ -12,7 +12,7 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
-__all__ = ["insert_before_return", "liveness_order", "return_of", "with_bound_symbols"]
+__all__ = ["free_name", "insert_before_return", "liveness_order", "return_of", "with_bound_symbols"]
 
 
 def with_bound_symbols(trace: TraceCtx, bound_symbols: Sequence[BoundSymbol], provenance: str) -> TraceCtx:
@@ -41,6 +41,13 @@ def liveness_order(trace: TraceCtx, rewrite: Callable[[BoundSymbol, set[str]], B
         kept.append(bsym)
     kept.reverse()
     return kept
+
+
+def free_name(trace: TraceCtx, name: str) -> str:
+    """``name``, with underscores behind it where ``trace`` has it already."""
+    while trace.has_name(name):
+        name += "_"
+    return name
 
 
 def return_of(trace: TraceCtx) -> BoundSymbol:

@@ -15,7 +15,9 @@ from programs import (
 )
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import TraceCtx
+from thunder.executors.torch_compile import torch_compile_ex
 from thunder_te_exec.passes import (
     PASSES,
     differentiable_once,
@@ -23,6 +25,7 @@ from thunder_te_exec.passes import (
     fp8_meta_sync,
     needed_gradients,
     number_linears,
+    recomputed_activations,
     recomputed_linears,
     redundant_casts,
     shared_inputs,
@@ -30,7 +33,7 @@ from thunder_te_exec.passes import (
     sums_in_gemms,
     zero_gradients,
 )
-from thunder_te_exec.passes.patterns import cast_from, is_matmul, scaled_by
+from thunder_te_exec.passes.patterns import cast_from, is_matmul, is_pointwise, scaled_by
 from thunder_te_exec.symbols import (
     ctx_of,
     is_te_backward,
@@ -125,6 +128,19 @@ def quantizes_each_input_once(trace: TraceCtx) -> bool:
     return len(inputs) == len(set(inputs)) == 2
 
 
+def saves_nothing_that_is_cheap_to_compute(trace: TraceCtx) -> bool:
+    forward = {
+        out.name: b for b in trace.bound_symbols if BoundSymbolTag.BACKWARD not in b.tags for out in b.flat_proxy_outs
+    }
+    backward = [
+        b
+        for b in trace.bound_symbols
+        if BoundSymbolTag.BACKWARD in b.tags and b.sym.id is not prims.PrimIDs.GET_GRAD  # names an output
+    ]
+    saved = {p.name for b in backward for p in b.flat_proxy_args if p.name in forward}
+    return not any(is_pointwise(forward[name]) for name in saved)
+
+
 def checks_last_that_no_graph_was_asked_for(trace: TraceCtx) -> bool:
     return trace.bound_symbols[-2].sym == te_differentiable_once
 
@@ -140,6 +156,7 @@ GUARANTEES = {
     small_scalings: multiplies_small_tensors_by_numbers,
     sums_in_gemms: adds_up_in_gemms,
     shared_inputs: quantizes_each_input_once,
+    recomputed_activations: saves_nothing_that_is_cheap_to_compute,
     differentiable_once: checks_last_that_no_graph_was_asked_for,
 }
 PROGRAMS = {
@@ -149,13 +166,16 @@ PROGRAMS = {
     small_scalings: lora_mlp_in_bfloat16,
     sums_in_gemms: lora_mlp_in_bfloat16,
     shared_inputs: lora_mlp_in_bfloat16,
+    recomputed_activations: lora_mlp_in_bfloat16,
     differentiable_once: only_the_last_bias_trained,
 }
 
 
 @pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__)
 def test_the_pass_gives_its_guarantee_and_nothing_else_does(run) -> None:
-    before, _ = joint_trace(*PROGRAMS.get(run, every_even_linear_frozen)())
+    # What is recomputed is recomputed by a fuser.
+    behind = [torch_compile_ex] if run is recomputed_activations else []
+    before, _ = joint_trace(*PROGRAMS.get(run, every_even_linear_frozen)(), behind=behind)
     assert GUARANTEES[run](rewritten(before))
     assert not GUARANTEES[run](rewritten(before, without=run))
 

@@ -33,10 +33,12 @@ class TraceRecorder(FusionExecutor):
         return trace
 
 
-def joint_trace(fn: Callable[..., Any], *args: Any, **options: Any) -> tuple[TraceCtx, TraceCtx]:
-    """The joint trace of ``fn(*args)`` before and after the executor's passes."""
+def joint_trace(
+    fn: Callable[..., Any], *args: Any, behind: Sequence[Any] = (), **options: Any
+) -> tuple[TraceCtx, TraceCtx]:
+    """The joint trace of ``fn(*args)`` before and after the executor's passes; ``behind`` it are other executors."""
     before, after = TraceRecorder("before"), TraceRecorder("after")
-    thunder.jit(fn, executors=[before, te_ex, after], **options)(*args)
+    thunder.jit(fn, executors=[before, te_ex, after, *behind], **options)(*args)
     return before.traces[-1], after.traces[-1]
 
 

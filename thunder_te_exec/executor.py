@@ -24,7 +24,7 @@ from thunder_te_exec.binding import bind
 from thunder_te_exec.claim import decide, note_linears_of_others
 from thunder_te_exec.layouts import TensorSpec, operand_specs
 from thunder_te_exec.linear import fp8_linear_backward
-from thunder_te_exec.passes import PASSES
+from thunder_te_exec.passes import PASSES, recomputed_activations
 from thunder_te_exec.recipe import TensorRole
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.symbols import Wanted, is_te_linear
@@ -52,7 +52,8 @@ class TransformerEngineExecutor(OperatorExecutor, FusionExecutor):
             return trace  # no jitted function that state could belong to
         note_linears_of_others(trace)
         for run in PASSES:
-            trace = run(trace)
+            if run is not recomputed_activations or Settings.recomputes_activations():
+                trace = run(trace)
         ours = (b for b in trace.bound_symbols if is_te_linear(b) or b.sym == symbols.te_differentiable_once)
         return bind(trace, _bound) if any(True for _ in ours) else trace
 

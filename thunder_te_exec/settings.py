@@ -26,6 +26,12 @@ _OPTIONS = {
 }
 
 
+_RECOMPUTE = (
+    "te_recompute_activations",
+    "thunder_te_exec: False saves for backward what is cheap to compute again",
+)
+
+
 @dataclass(frozen=True)
 class Settings:
     """What holds for linears on one device in one compilation.
@@ -69,6 +75,18 @@ class Settings:
         backend, why = _backend(options["te_backend"], device, recipe) if enabled else (None, "")
         group = context.amax_reduction_group if context is not None else None
         return cls(enabled, copy.copy(recipe), group, backend, why, te_filter, weight_cache)
+
+    @staticmethod
+    def recomputes_activations() -> bool:
+        """The option ``te_recompute_activations`` of the compilation under way.
+
+        Raises:
+            TypeError: it is no boolean.
+        """
+        value = compat.compile_option(*_RECOMPUTE)
+        if value not in (None, False, True):
+            raise TypeError(f"{_RECOMPUTE[0]}: expected True or False, got {value!r}")
+        return value is not False
 
     def hold_under(self, context: Fp8Context | None, option: Any, device: torch.device) -> bool:
         """Whether a compilation under ``context`` would have these settings, the options being what they are."""
