@@ -14,6 +14,7 @@ from thunder_te_exec.passes.sums_in_gemms import sums_in_gemms
 from thunder_te_exec.passes.zero_gradients import zero_gradients
 
 __all__ = [
+    "OPTIMIZATIONS",
     "PASSES",
     "differentiable_once",
     "fewest_saved_tensors",
@@ -44,3 +45,7 @@ PASSES = (
     differentiable_once,
     number_linears,
 )
+
+#: Of ``PASSES``, those that rewrite other symbols than ours. They run where a linear is claimed and nothing is written
+#: to in place: they read tensors elsewhere than the program does.
+OPTIMIZATIONS = (redundant_casts, small_scalings, sums_in_gemms, shared_inputs, recomputed_activations)

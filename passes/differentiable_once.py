@@ -17,7 +17,7 @@ After::
 
 from __future__ import annotations
 
-from thunder_te_exec.passes.rewrite import insert_before_return, return_of, with_bound_symbols
+from thunder_te_exec.passes.rewrite import insert_before_return, joint_return, with_bound_symbols
 from thunder_te_exec.symbols import te_differentiable_once, te_sync_fp8_meta_bwd
 
 from thunder.core.proxies import Proxy
@@ -29,11 +29,10 @@ __all__ = ["differentiable_once"]
 
 def differentiable_once(trace: TraceCtx) -> TraceCtx:
     """Add ``te_differentiable_once`` last before the return of a trace that returns gradients."""
-    returned = return_of(trace).args
-    if not (returned and isinstance(returned[0], dict) and "fw_flat_out" in returned[0]):
+    returned = joint_return(trace)
+    if returned is None or not any(isinstance(g, Proxy) for g in returned["output"]):
         return trace
-    has_gradients = any(isinstance(g, Proxy) for g in returned[0]["output"])
-    if not has_gradients or any(b.sym in (te_sync_fp8_meta_bwd, te_differentiable_once) for b in trace.bound_symbols):
+    if any(b.sym in (te_sync_fp8_meta_bwd, te_differentiable_once) for b in trace.bound_symbols):
         return trace
     check = te_differentiable_once.bind(output=None)
     check.tags.add(BoundSymbolTag.BACKWARD)

@@ -11,25 +11,25 @@ from thunder_te_exec import compat  # noqa: F401  (before thunder)
 import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
-from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.torchex import ex as torch_ex
 
-from thunder_te_exec.passes.rewrite import return_of
-
 __all__ = [
     "Uses",
+    "adds",
     "cast_from",
     "is_add",
     "is_matmul",
     "is_plain_linear",
     "is_pointwise",
+    "is_reshape",
     "is_view",
     "recorded",
     "scaled_by",
     "symbol_ids",
     "symbol_like",
+    "writes_in_place",
 ]
 
 
@@ -42,9 +42,11 @@ def symbol_ids(*names: str, primitives: tuple[Symbol, ...] = ()) -> frozenset:
 
 _CASTS = symbol_ids("to", primitives=(prims.convert_element_type,))
 _ADDS = symbol_ids("add", primitives=(prims.add,))
+_WRITES = symbol_ids("copy_", primitives=(prims.copy_, prims.update_aliases))
 _MULS = symbol_ids("mul", primitives=(prims.mul,))
 _MATMULS = symbol_ids("matmul", primitives=(prims.matmul,))
-_LINEARS = symbol_ids(primitives=(prims.linear, ltorch.linear, torch_ex.opmap["linear"]))
+_LINEARS = symbol_ids("linear", primitives=(prims.linear,))
+_RESHAPES = symbol_ids("reshape", primitives=(prims.reshape,))
 _POINTWISE = symbol_ids(
     *("add", "sub", "mul", "true_divide", "neg", "exp", "pow", "rsqrt", "reciprocal", "sigmoid", "silu", "tanh", "to"),
     primitives=(
@@ -52,7 +54,7 @@ _POINTWISE = symbol_ids(
         *(prims.tanh, prims.convert_element_type, prims.broadcast_in_dim, prims.shallow_copy),
     ),
 )
-_VIEWS = symbol_ids("reshape", "permute", "transpose", primitives=(prims.reshape, prims.transpose))
+_TRANSPOSES = symbol_ids("permute", "transpose", primitives=(prims.transpose,))
 
 
 def cast_from(bsym: BoundSymbol) -> TensorProxy | None:
@@ -65,6 +67,16 @@ def cast_from(bsym: BoundSymbol) -> TensorProxy | None:
         bsym.output.device,
     )
     return source if same else None
+
+
+def writes_in_place(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` changes a tensor that has other names, so that what is read before it must not be read after."""
+    return bsym.sym.id in _WRITES
+
+
+def adds(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` is an addition of any kind."""
+    return bsym.sym.id in _ADDS
 
 
 def is_add(bsym: BoundSymbol) -> bool:
@@ -97,9 +109,14 @@ def is_plain_linear(bsym: BoundSymbol) -> bool:
     return bsym.sym.id in _LINEARS and all(a is None for a in bsym.args[2:])
 
 
+def is_reshape(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` changes the shape of its first argument, which keeps its order."""
+    return bsym.sym.id in _RESHAPES
+
+
 def is_view(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` changes the shape of its first argument, or the order of its dimensions."""
-    return bsym.sym.id in _VIEWS
+    return bsym.sym.id in _RESHAPES or bsym.sym.id in _TRANSPOSES
 
 
 def is_pointwise(bsym: BoundSymbol) -> bool:
@@ -108,7 +125,7 @@ def is_pointwise(bsym: BoundSymbol) -> bool:
 
 
 class Uses:
-    """Who makes and who reads each proxy of a trace; the trace's return counts as a reader."""
+    """Who makes and who reads each proxy of a trace; the trace's return is a reader too."""
 
     def __init__(self, trace: TraceCtx) -> None:
         self.producer: dict[str, BoundSymbol] = {}
@@ -120,12 +137,11 @@ class Uses:
                 self.producer.setdefault(out.name, bsym)
             for name in {p.name for p in bsym.flat_proxy_args}:
                 self.readers.setdefault(name, []).append(bsym)
-        self.returned = {p.name for p in tree_flatten(return_of(trace).args)[0] if isinstance(p, Proxy)}
 
     def only_reader(self, proxy: Proxy) -> BoundSymbol | None:
-        """The one symbol that reads ``proxy``; None where there is another, or it is returned."""
+        """The one symbol that reads ``proxy``; None where there is another."""
         readers = self.readers.get(proxy.name, [])
-        return readers[0] if len(readers) == 1 and proxy.name not in self.returned else None
+        return readers[0] if len(readers) == 1 else None
 
 
 def symbol_like(bsym: BoundSymbol, name: str) -> Symbol:

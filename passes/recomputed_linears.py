@@ -18,10 +18,8 @@ at another point than the loss. The copy takes its first run's scales, through t
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from thunder_te_exec.passes.rewrite import with_bound_symbols
-from thunder_te_exec.symbols import ctx_of, is_te_linear, te_recompute_linear
+from thunder_te_exec.symbols import ctx_of, is_te_linear, of_the_executor_of, te_recompute_linear
 
 from thunder.core.proxies import AnyProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
@@ -43,8 +41,7 @@ def recomputed_linears(trace: TraceCtx) -> TraceCtx:
                 out, saved, ctx = first.output
                 ctx = ctx if ctx is not None else AnyProxy(object(), prefix="ctx_te")
                 rewritten[id(first)] = first.from_bsym(output=(out, saved, ctx))
-            ours = {"executor": copy.sym.executor, "_bind_postprocess": copy.sym._bind_postprocess, "_hash": None}
-            symbol = replace(te_recompute_linear, **ours)
+            symbol = of_the_executor_of(copy, te_recompute_linear)
             first_run = ctx_of(rewritten[id(first)])
             rewritten[id(copy)] = copy.from_bsym(sym=symbol, args=(*copy.args, first_run))
     new.bound_symbols = [rewritten.get(id(b), b) for b in trace.bound_symbols]

@@ -20,9 +20,9 @@ tensor. A forward's result stays a tensor of its own.
 from __future__ import annotations
 
 from thunder_te_exec.passes.patterns import cast_from
-from thunder_te_exec.passes.rewrite import liveness_order, return_of, with_bound_symbols
+from thunder_te_exec.passes.rewrite import joint_return, liveness_order, return_of, with_bound_symbols
 
-from thunder.core import dtypes, prims
+from thunder.core import dtypes
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
 from thunder.core.pytree import tree_flatten
 from thunder.core.trace import TraceCtx
@@ -57,10 +57,6 @@ def redundant_casts(trace: TraceCtx) -> TraceCtx:
 
 def _results_of_forward(trace: TraceCtx) -> set[str]:
     """Names of what the caller of the forward gets; gradients are not among them."""
-    end = return_of(trace)
-    returned = end.args
-    if returned and isinstance(returned[0], dict) and "fw_flat_out" in returned[0]:
-        returned = returned[0]["fw_flat_out"]
-    # An in-place write to an argument ends in a copy to it.
-    copied = [b.args for b in trace.bound_symbols if b.sym.id is prims.PrimIDs.COPY_]
-    return {p.name for p in tree_flatten((returned, copied))[0] if isinstance(p, Proxy)}
+    joint = joint_return(trace)
+    results = return_of(trace).args if joint is None else joint["fw_flat_out"]
+    return {p.name for p in tree_flatten(results)[0] if isinstance(p, Proxy)}

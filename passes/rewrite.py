@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from thunder_te_exec import compat  # noqa: F401  (before thunder)
 
@@ -12,7 +13,7 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
-__all__ = ["free_name", "insert_before_return", "liveness_order", "return_of", "with_bound_symbols"]
+__all__ = ["free_name", "insert_before_return", "joint_return", "liveness_order", "return_of", "with_bound_symbols"]
 
 
 def with_bound_symbols(trace: TraceCtx, bound_symbols: Sequence[BoundSymbol], provenance: str) -> TraceCtx:
@@ -53,6 +54,12 @@ def free_name(trace: TraceCtx, name: str) -> str:
 def return_of(trace: TraceCtx) -> BoundSymbol:
     """The return of ``trace``, which is last but where a fuser put a symbol without outputs behind it."""
     return next(b for b in reversed(trace.bound_symbols) if b.sym.id is prims.PrimIDs.RETURN)
+
+
+def joint_return(trace: TraceCtx) -> dict[str, Any] | None:
+    """What a joint trace returns: gradients under "output", the forward's results under "fw_flat_out"; else None."""
+    returned = return_of(trace).args
+    return returned[0] if returned and isinstance(returned[0], dict) and "fw_flat_out" in returned[0] else None
 
 
 def insert_before_return(trace: TraceCtx, bsym: BoundSymbol) -> list[BoundSymbol]:

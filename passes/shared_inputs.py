@@ -18,10 +18,8 @@ itself.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from thunder_te_exec.passes.rewrite import with_bound_symbols
-from thunder_te_exec.symbols import Wanted, is_te_linear, te_quantize_input
+from thunder_te_exec.symbols import Wanted, is_te_linear, of_the_executor_of, te_quantize_input
 
 from thunder.core.proxies import AnyProxy
 from thunder.core.symbol import BoundSymbol
@@ -55,8 +53,7 @@ def shared_inputs(trace: TraceCtx) -> TraceCtx:
 
 def _quantization(group: list[BoundSymbol]) -> BoundSymbol:
     columnwise = any(Wanted.of(bsym).weight for bsym in group)
-    ours = {"executor": group[0].sym.executor, "_bind_postprocess": group[0].sym._bind_postprocess, "_hash": None}
-    symbol = replace(te_quantize_input, **ours)
+    symbol = of_the_executor_of(group[0], te_quantize_input)
     quantization = symbol.bind(group[0].args[0], columnwise=columnwise, output=AnyProxy(object(), prefix="qx"))
     quantization.tags |= group[0].tags
     return quantization

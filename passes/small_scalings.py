@@ -20,7 +20,8 @@ After::
     gB = mul(2.0, u)
 
 The same number but for the roundings of the scaled tensors, of which there are none where the number is a power of two.
-In bfloat16 a multiplication stands between two casts, which move along.
+In bfloat16 a multiplication stands between two casts, which move along. Float16 is left alone: what overflows it
+depends on when it is scaled.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import NamedTuple
 from thunder_te_exec.passes.patterns import Uses, cast_from, is_matmul, is_plain_linear, is_view, recorded, scaled_by
 from thunder_te_exec.passes.rewrite import liveness_order, with_bound_symbols
 
+from thunder.core import dtypes
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -108,6 +110,8 @@ def _rewritten(
 
 def _scaling_at(bsym: BoundSymbol, uses: Uses) -> _Scaling | None:
     """The scaling whose last step is ``bsym``, its inner results being read by it alone."""
+    if getattr(bsym.output, "dtype", dtypes.float16) == dtypes.float16:
+        return None
     if scaled_by(bsym) is not None:
         source, _ = scaled_by(bsym)
         reader = uses.only_reader(bsym.output)
@@ -127,17 +131,15 @@ def _scaling_at(bsym: BoundSymbol, uses: Uses) -> _Scaling | None:
 
 def _products_of(scaled: TensorProxy, uses: Uses) -> list[BoundSymbol]:
     """The products that are all that ``scaled`` is used for, once in each; empty where it is used otherwise."""
-    found: list[BoundSymbol] = []
+    found: dict[int, BoundSymbol] = {}
     views = [scaled]
     while views:
         view = views.pop()
-        if view.name in uses.returned or not uses.readers.get(view.name):
-            return []
-        for reader in uses.readers[view.name]:
+        for reader in uses.readers.get(view.name, ()):
             if is_view(reader):
                 views.append(reader.output)
-            elif is_matmul(reader) and not any(reader is p for p in found):
-                found.append(reader)
+            elif is_matmul(reader) and id(reader) not in found:
+                found[id(reader)] = reader
             else:
                 return []
-    return found
+    return list(found.values())

@@ -35,7 +35,7 @@ from thunder_te_exec.passes.patterns import (
     is_add,
     is_matmul,
     is_plain_linear,
-    is_view,
+    is_reshape,
     recorded,
     symbol_like,
 )
@@ -95,7 +95,7 @@ def _sums(trace: TraceCtx, uses: Uses) -> dict[str, list[_Term]]:
             continue
         # What nobody else reads.
         operands = [a for a in bsym.args[:2] if isinstance(a, TensorProxy) and uses.only_reader(a) is bsym]
-        if is_view(bsym) and operands and len(terms := sums.get(operands[0].name, ())) == 1:
+        if is_reshape(bsym) and operands and len(terms := sums.get(operands[0].name, ())) == 1:
             if not terms[0].in_fp8:
                 sums[out.name] = [_Term(terms[0].product, out)]
         elif is_add(bsym) and bsym.args[0] is not bsym.args[1]:
@@ -103,13 +103,14 @@ def _sums(trace: TraceCtx, uses: Uses) -> dict[str, list[_Term]]:
                 wide[out.name] = tuple(a + b for a, b in zip(*(wide[a.name] for a in operands)))
             elif any(a.name in sums for a in operands):
                 own = {a.name for a in operands if a.name in sums}
-                parts = (sums.pop(a.name) if a.name in own else [_Term(None, a)] for a in bsym.args[:2])
-                sums[out.name] = [term for part in parts for term in part]
+                first, second = (sums.pop(a.name) if a.name in own else [_Term(None, a)] for a in bsym.args[:2])
+                first += second  # in place: a chain of sums is as long as its trace
+                sums[out.name] = first
         elif cast_from(bsym) is not None and operands:
             (source,) = operands
             if source.name in sums and all(term.product is not None for term in sums[source.name]):
                 wide[out.name] = sums[source.name], [source.name]
-            elif source.name in wide and wide[source.name][0][0].proxy.dtype == out.dtype:
+            elif source.name in wide and all(t.proxy.dtype == out.dtype for t in wide[source.name][0]):
                 terms, parts = wide[source.name]
                 for part in parts:
                     del sums[part]
@@ -151,8 +152,10 @@ def _accumulate(new: TraceCtx, root: BoundSymbol, terms: list[_Term], swaps: dic
     plain = [term for term in terms if term.product is not None and not term.in_fp8]
     into = _sum_of_plain_products(new, root, plain, swaps)
     for product in (term.product for term in terms if term.in_fp8):
-        kwargs = product.kwargs if into is None else {**product.kwargs, "accumulate": into}
-        new.bound_symbols.append(product.from_bsym_swap_proxies(swaps).from_bsym(kwargs=kwargs))
+        product = product.from_bsym_swap_proxies(swaps)
+        if into is not None:
+            product = product.from_bsym(kwargs={**product.kwargs, "accumulate": into})
+        new.bound_symbols.append(product)
         into = product.output[0]
     for other in (term.proxy for term in terms if term.product is None):
         other = swaps.get(variableify(other), other)
@@ -167,7 +170,7 @@ def _sum_of_plain_products(
     """The sum of products in high precision, in one product where they can be one."""
     if len(others) < 2:
         return others[0].proxy if others else None
-    if all(is_matmul(term.product) for term in others):
+    if all(map(is_matmul, (t.product for t in others))) and len({tuple(t.product.output.shape) for t in others}) == 1:
         like = others[0].product
         operands = zip(*(term.product.from_bsym_swap_proxies(swaps).args[:2] for term in others))
         cat = symbol_like(like, "cat")

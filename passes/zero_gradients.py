@@ -21,8 +21,8 @@ sums, changes of shape or type. That a gradient does not depend on the outputs' 
 
 from __future__ import annotations
 
-from thunder_te_exec.passes.patterns import symbol_ids
-from thunder_te_exec.passes.rewrite import return_of, with_bound_symbols
+from thunder_te_exec.passes.patterns import adds, symbol_ids
+from thunder_te_exec.passes.rewrite import joint_return, with_bound_symbols
 from thunder_te_exec.symbols import is_te_backward
 
 from thunder.core import prims
@@ -34,7 +34,6 @@ __all__ = ["zero_gradients"]
 
 
 _ZEROS = symbol_ids("zeros")
-_ADDS = symbol_ids("add", primitives=(prims.add,))
 #: Zero where any operand is.
 _PRODUCTS = symbol_ids("mul", "matmul", primitives=(prims.mul, prims.matmul))
 #: Zero where their one operand is.
@@ -55,9 +54,8 @@ _KEEP_ZEROS = symbol_ids(
 
 def zero_gradients(trace: TraceCtx) -> TraceCtx:
     """Take gradients that are known to be zero out of sums with others, and out of the return."""
-    returned = return_of(trace).args
-    if not (returned and isinstance(returned[0], dict) and "fw_flat_out" in returned[0]):
-        return trace  # no joint trace: what is returned are the outputs
+    if joint_return(trace) is None:
+        return trace  # what is returned are the outputs
     zeros: set[str] = set()
     swaps: dict[Variable, Proxy] = {}
     bound_symbols = []
@@ -86,7 +84,7 @@ def _is_zero(bsym: BoundSymbol, zeros: set[str]) -> bool:
     operands = [p.name in zeros for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
     if bsym.sym.id in _PRODUCTS:
         return any(operands)
-    if bsym.sym.id in _ADDS:
+    if adds(bsym):
         return operands == [True, True]  # a number may have been added
     return bsym.sym.id in _KEEP_ZEROS and operands == [True]
 
@@ -99,7 +97,7 @@ def _without_zero_gradients(bsym: BoundSymbol, zeros: set[str]) -> BoundSymbol:
 
 def _only_summand(bsym: BoundSymbol, zeros: set[str]) -> TensorProxy | None:
     """Of a sum of two gradients one of which is zero, the other, where it has the sum's type and shape."""
-    if BoundSymbolTag.BACKWARD not in bsym.tags or bsym.sym.id not in _ADDS:
+    if BoundSymbolTag.BACKWARD not in bsym.tags or not adds(bsym):
         return None
     tensors = [p for p in bsym.args if isinstance(p, TensorProxy)]
     others = [p for p in tensors if p.name not in zeros]

@@ -177,6 +177,23 @@ def test_what_was_loaded_is_not_lost_in_a_call_under_another_recipe() -> None:
     assert torch.equal(resumed(batch(3)), steady(batch(3)))
 
 
+def test_a_frozen_weight_is_quantized_with_the_scale_that_was_loaded() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(32, 32).requires_grad_(False)
+    functions = [
+        thunder.jit(module, executors=[te_ex], te_fp8_recipe=DelayedScaling(**RECIPE), **options)
+        for options in ({}, {"te_weight_cache": False})
+    ]
+    for step in range(3):
+        for compiled in functions:
+            compiled(batch(step))
+    state = fp8_state_dict(functions[0])
+    next(t for name, t in state.items() if ".weight." in name and name.endswith(".scale")).mul_(0.5)
+    for compiled in functions:
+        load_fp8_state_dict(compiled, state)
+    assert torch.equal(*(compiled(batch(3)) for compiled in functions))
+
+
 def test_modules_that_share_a_weight_load_before_the_first_call() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

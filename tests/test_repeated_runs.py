@@ -182,7 +182,30 @@ def test_a_gradient_of_a_gradient_raises_where_no_fp8_linear_is_differentiated_t
         torch.autograd.grad(y.pow(2).sum(), module.log_scale, create_graph=True)
 
 
-def test_threads_that_call_one_function_at_once_get_their_own_gradients() -> None:
+def test_threads_that_call_one_function_at_once_get_the_gradients_of_one_that_calls_alone() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64).requires_grad_(False))
+    function = thunder.jit(module, executors=[te_ex], te_fp8_recipe=Float8CurrentScaling())
+    leaves = [p for p in module.parameters() if p.requires_grad]
+    inputs = [torch.randn(32, 64, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    alone = [torch.autograd.grad(function(x).sum(), leaves) for x in inputs]
+    right = []
+
+    def run(n: int) -> None:
+        for _ in range(20):
+            y = function(inputs[n])
+            first = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+            right.append(same(first, alone[n]) and same(torch.autograd.grad(y.sum(), leaves), alone[n]))
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 80
+
+
+def test_threads_draw_no_random_numbers_of_each_others_calls() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
     function = thunder.jit(module, executors=[te_ex], te_fp8_recipe=NVFP4BlockScaling())

@@ -68,7 +68,11 @@ def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol])
             to_torch_dtype(bsym.args[0].dtype),
             calls,
             _weight_cache(
-                state, bsym.args[1], (keys[name], recipes[_device(bsym)]), settings[_device(bsym)], slots[name]
+                state,
+                bsym.args[1],
+                (keys[name], recipes[_device(bsym)], _device(bsym)),
+                settings[_device(bsym)],
+                slots[name],
             ),
         )
         for name, bsym in linears.items()
@@ -142,11 +146,11 @@ def _device(bsym: BoundSymbol) -> torch.device:
 def _weight_cache(
     state: Fp8State,
     weight: TensorProxy,
-    key: tuple[LinearKey, int],
+    key: tuple[LinearKey, int, torch.device],
     settings: Settings,
     slots: dict[TensorRole, AmaxSlot],
 ) -> WeightCache | None:
-    """Where the quantized ``weight`` of the linear and recipe of ``key`` is kept; None where it is not.
+    """Where the quantized ``weight`` of the linear, recipe and device of ``key`` is kept; None where it is not.
 
     A parameter that is frozen is kept, a trained one where ``te_weight_cache=True`` asks for it.
     """

@@ -85,6 +85,8 @@ def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], str
     missing, unexpected = targets.keys() - entries.keys(), entries.keys() - targets.keys()
     _raise_if_any(missing if strict else (), unexpected if strict else (), misshapen)
     _copy(entries, targets)
+    for weight in state.weights.values():  # quantized with other scales
+        weight.forget()
 
 
 def copy_state(of: Any, to: Any) -> None:
@@ -128,8 +130,9 @@ def _named_tensors(state: Fp8State, keys: Iterable[SlotKey]) -> dict[str, torch.
 
 @torch.no_grad()
 def _copy(entries: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
-    for name in targets.keys() & entries.keys():
-        targets[name].copy_(entries[name])
+    for name, target in targets.items():
+        if name in entries:
+            target.copy_(entries[name])
 
 
 def _encode(recipes: list[dict[str, str]]) -> torch.Tensor:

@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -135,6 +136,14 @@ def jitted_compile_data(fn: Any) -> Any:
     if cd is None:
         raise TypeError(f"expected a function or module returned by thunder.jit, got {type(fn).__name__}")
     return cd
+
+
+def copy_jitted_modules_by(deepcopy: Callable[[Any, dict[int, Any]], Any]) -> None:
+    """Let ``copy.deepcopy`` of thunder's modules be ``deepcopy``; lightning-thunder 0.2.6 fails to make any."""
+    from thunder.core.module import ThunderModule
+
+    if "__deepcopy__" not in vars(ThunderModule):
+        ThunderModule.__deepcopy__ = deepcopy
 
 
 def current_compilation() -> tuple[Any, Any]:

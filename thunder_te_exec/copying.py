@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from thunder_te_exec import compat  # noqa: F401  (before thunder)
+from thunder_te_exec import compat
 
 import thunder
 from thunder.core.module import ThunderModule
@@ -55,5 +55,4 @@ def deepcopy_jitted(jitted: ThunderModule, memo: dict[int, Any]) -> ThunderModul
     return new
 
 
-if "__deepcopy__" not in vars(ThunderModule):
-    ThunderModule.__deepcopy__ = deepcopy_jitted
+compat.copy_jitted_modules_by(deepcopy_jitted)

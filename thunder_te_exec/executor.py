@@ -24,7 +24,8 @@ from thunder_te_exec.binding import bind
 from thunder_te_exec.claim import decide, note_linears_of_others
 from thunder_te_exec.layouts import TensorSpec, operand_specs
 from thunder_te_exec.linear import fp8_linear_backward
-from thunder_te_exec.passes import PASSES, recomputed_activations
+from thunder_te_exec.passes import OPTIMIZATIONS, PASSES, recomputed_activations
+from thunder_te_exec.passes.patterns import writes_in_place
 from thunder_te_exec.recipe import TensorRole
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.symbols import Wanted, is_te_linear
@@ -51,11 +52,19 @@ class TransformerEngineExecutor(OperatorExecutor, FusionExecutor):
         if compat.current_compilation()[0] is None:
             return trace  # no jitted function that state could belong to
         note_linears_of_others(trace)
-        for run in PASSES:
-            if run is not recomputed_activations or Settings.recomputes_activations():
-                trace = run(trace)
-        ours = (b for b in trace.bound_symbols if is_te_linear(b) or b.sym == symbols.te_differentiable_once)
-        return bind(trace, _bound) if any(True for _ in ours) else trace
+        for run in _passes_for(trace):
+            trace = run(trace)
+        ours = any(is_te_linear(b) or b.sym == symbols.te_differentiable_once for b in trace.bound_symbols)
+        return bind(trace, _bound) if ours else trace
+
+
+def _passes_for(trace: TraceCtx) -> tuple[Callable[[TraceCtx], TraceCtx], ...]:
+    left_out: set[Callable[[TraceCtx], TraceCtx]] = set()
+    if not any(map(is_te_linear, trace.bound_symbols)) or any(map(writes_in_place, trace.bound_symbols)):
+        left_out.update(OPTIMIZATIONS)
+    if not Settings.recomputes_activations():
+        left_out.add(recomputed_activations)
+    return tuple(run for run in PASSES if run not in left_out)
 
 
 te_ex = TransformerEngineExecutor("thunder_te")

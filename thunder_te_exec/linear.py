@@ -96,7 +96,7 @@ class Fp8Linear:
 
     Args:
         settings: backend and recipe.
-        slots: delayed-scaling state of the input, the weight and the output's gradient; empty under current scaling.
+        slots: delayed-scaling state of the input, the weight and the output's gradient; empty under other recipes.
         device: of all operands.
         dtype: of the input, the weight, the bias, the output and all gradients.
         calls: says which call of the compiled function is running.
@@ -229,16 +229,16 @@ class Fp8Linear:
 
     def _with_the_same_random_numbers(self, call: Call, quantize: Quantize, g: torch.Tensor) -> Operand:
         """``quantize(g)``, which draws in a second backward of one forward what it drew in the first."""
-        generator = torch.cuda if self._device.type == "cuda" else torch.random
-        now = generator.get_rng_state()
+        generator, device = (torch.cuda, (self._device,)) if self._device.type == "cuda" else (torch.random, ())
+        now = generator.get_rng_state(*device)
         first = call.random_states.setdefault(self, now)
         if first is now:
             return quantize(g)
-        generator.set_rng_state(first)
+        generator.set_rng_state(first, *device)
         try:
             return quantize(g)
         finally:
-            generator.set_rng_state(now)
+            generator.set_rng_state(now, *device)
 
     @functools.cached_property
     def _replay(self) -> _Quantizers:

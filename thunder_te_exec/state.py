@@ -170,8 +170,9 @@ class Fp8State:
     ) -> tuple[list[AmaxSlot], list[SlotKey]]:
         """State of the tensors of ``keys``, made where it does not exist yet.
 
-        New tensors of one kind go into one group together. ``shared`` maps each that is the same tensor as another to
-        that one, or to itself: they have one state.
+        New tensors of one kind go into one group together. ``shared`` maps a tensor that is another one too to that
+        one, whose slot it gets; it has one of its own for traces in which it is not shared, so that what slots there
+        are does not depend on which traces there are.
 
         Returns:
             A slot for each tensor, in order, and the keys of those that are new.
@@ -179,21 +180,18 @@ class Fp8State:
         keys = list(keys)
         new: dict[GroupKind, list[SlotKey]] = {}
         for key in dict.fromkeys(keys):
-            if key not in self.slots and shared.get(key, key) == key:
+            if key not in self.slots:
                 new.setdefault(key.kind, []).append(key)
         for kind, members in new.items():
             group = AmaxGroup(len(members), kind.length, kind.dtype, kind.device, members)
             self.groups.setdefault(kind, []).append(group)
             self.slots.update({key: group.slot(i) for i, key in enumerate(members)})
-        followers = [key for key, first in shared.items() if key != first and key not in self.slots]
-        self.slots.update({key: self.slots[shared[key]] for key in followers})
         made = [key for members in new.values() for key in members]
-        return [self.slots[shared.get(key, key)] for key in keys], made + followers
+        return [self.slots[shared.get(key, key)] for key in keys], made
 
     def forget(self, keys: Iterable[SlotKey]) -> None:
-        """Undo the making of the slots of ``keys``, whose own groups were made with them."""
+        """Undo the making of the slots of ``keys``, all of whose groups were made with them."""
         for key in keys:
             group = self.slots.pop(key).group
-            if key in group.keys:
-                groups = self.groups[key.kind]
-                groups[:] = [g for g in groups if g is not group]
+            groups = self.groups[key.kind]
+            groups[:] = [g for g in groups if g is not group]

@@ -15,7 +15,7 @@ A linear inside a checkpointed region runs again in backward as its first run di
 
     (y, saved, ctx) = te_recompute_linear(a, w, bias, first_run, *the same keywords)
 
-The three keywords say which gradients are wanted; they decide everything else. ``saved`` holds, in this order and only
+The three keywords say which gradients are wanted. ``saved`` holds, in this order and only
 as far as wanted, the operands that the gradients need (:func:`saved_operands`). What tensors an operand consists of
 depends on the recipe: ``te_linear`` is made for one by :func:`te_linear_saving`.
 
@@ -48,6 +48,7 @@ __all__ = [
     "is_te_quantize",
     "is_te_recompute",
     "is_unclaimed_linear",
+    "of_the_executor_of",
     "saved_operands",
     "te_differentiable_once",
     "te_functional_linear_backward",
@@ -104,6 +105,7 @@ def _linear_meta(specs: SavedSpecs) -> Callable[..., tuple[TensorProxy, tuple[Te
         input_requires_grad: bool,
         weight_requires_grad: bool,
         bias_requires_grad: bool,
+        **_: Any,  # what passes add
     ) -> tuple[TensorProxy, tuple[TensorProxy, ...], AnyProxy | None]:
         wanted = Wanted(input_requires_grad, weight_requires_grad, bias_requires_grad)
         out = TensorProxy(like=a, shape=(*a.shape[:-1], w.shape[0]))
@@ -133,6 +135,7 @@ def _te_functional_linear_backward_meta(
     input_requires_grad: bool,
     weight_requires_grad: bool,
     bias_requires_grad: bool,
+    **_: Any,  # what passes add
 ) -> tuple[TensorProxy | None, TensorProxy | None, TensorProxy | None]:
     return (
         TensorProxy(like=grad_output, shape=a_shape) if input_requires_grad else None,
@@ -160,6 +163,12 @@ te_functional_linear_backward = _symbol(
 te_quantize_input = _symbol("te_quantize_input", None)
 te_sync_fp8_meta_bwd = _symbol("te_sync_fp8_meta_bwd", _without_outputs, (prims.OpTags.DONT_DCE,))
 te_differentiable_once = _symbol("te_differentiable_once", _without_outputs, (prims.OpTags.DONT_DCE,))
+
+
+def of_the_executor_of(bsym: BoundSymbol, symbol: Symbol) -> Symbol:
+    """``symbol`` as one that the executor of ``bsym``, a claimed linear, runs."""
+    ours = {"executor": bsym.sym.executor, "_bind_postprocess": bsym.sym._bind_postprocess}
+    return replace(symbol, **ours, _hash=None)
 
 
 def te_linear_saving(symbol: Symbol, specs: SavedSpecs) -> Symbol:

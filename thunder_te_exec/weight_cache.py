@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -43,6 +43,15 @@ class OptimizerSteps:
         return self._counts.setdefault(id(weight), 0)
 
 
+class _Kept(NamedTuple):
+    """A quantized weight, what it was made of, and where its scale did not come from its amax, since which update."""
+
+    operand: Operand
+    weight: weakref.ref[torch.Tensor]
+    state: tuple[Any, ...]
+    provisional_since: int | None
+
+
 class WeightCache:
     """The FP8 operand of one linear's weight: of a frozen one kept for good, of a trained one for an optimizer step.
 
@@ -59,14 +68,12 @@ class WeightCache:
 
     def __init__(self, steps: OptimizerSteps, *, one_scale: bool, slot: AmaxSlot | None) -> None:
         self._steps, self._one_scale, self._slot = steps, one_scale, slot
-        self._weight: weakref.ref[torch.Tensor] | None = None
-        self._state: tuple[Any, ...] | None = None
-        self._operand: Operand | None = None
-        self._provisional_since: int | None = None
+        # Read and written as a whole, so that threads which call a function see one state of it.
+        self._kept: _Kept | None = None
 
     def forget(self) -> None:
         """Quantize the weight anew when it is next asked for."""
-        self._operand = None
+        self._kept = None
 
     def get(
         self, weight: torch.Tensor, columnwise: bool, quantize: Sequence[Quantize], *, replay: bool = False
@@ -80,27 +87,27 @@ class WeightCache:
         if torch.is_inference_mode_enabled():  # what is made in it could not be saved for a backward
             with torch.inference_mode(False), torch.no_grad():
                 return self.get(weight, columnwise, quantize, replay=replay)
+        kept = self._kept
         state = (self._steps.of(weight), weight._version, weight.data_ptr(), weight.requires_grad)
-        changed = self._operand is None or self._weight() is not weight or self._state != state
-        settles = not changed and self._settles()
+        changed = kept is None or kept.weight() is not weight or kept.state != state
+        settles = not changed and kept.provisional_since is not None and self._updates() > kept.provisional_since
         if changed or settles:
             operand = quantize[columnwise](weight.contiguous())
-            if replay:
-                return operand
-            self._operand, self._weight, self._state = operand, weakref.ref(weight), state
-            frozen_and_delayed = self._slot is not None and not weight.requires_grad
-            self._provisional_since = self._slot.group.updates if frozen_and_delayed and not settles else None
-        elif columnwise and self._operand.columnwise is None:
-            self._operand = self._operand._replace(columnwise=self._other_direction(weight, quantize))
-        return self._operand
+            if not replay:
+                provisional = self._slot is not None and not weight.requires_grad and not settles
+                self._kept = _Kept(operand, weakref.ref(weight), state, self._updates() if provisional else None)
+            return operand
+        if columnwise and kept.operand.columnwise is None:
+            other = self._other_direction(kept.operand, weight, quantize)
+            self._kept = kept = kept._replace(operand=kept.operand._replace(columnwise=other))
+        return kept.operand
 
-    def _settles(self) -> bool:
-        """Whether the scale was computed from a frozen weight's amax since the weight was quantized."""
-        return self._provisional_since is not None and self._slot.group.updates > self._provisional_since
+    def _updates(self) -> int:
+        return self._slot.group.updates
 
-    def _other_direction(self, weight: torch.Tensor, quantize: Sequence[Quantize]) -> Matrix:
+    def _other_direction(self, operand: Operand, weight: torch.Tensor, quantize: Sequence[Quantize]) -> Matrix:
         if not self._one_scale:
             return quantize[True](weight.contiguous()).columnwise  # the same bits as if it had been asked for at once
         # Whatever the scale is by now: under delayed scaling it may have moved.
-        data, scale_inv = self._operand.rowwise
+        data, scale_inv = operand.rowwise
         return data.t().contiguous(), scale_inv

@@ -141,9 +141,15 @@ def test_gemms_agree_to_their_accumulation_and_one_rounding(shape, out_dtype, sp
     for rows in (m, n):
         x = torch.randn(rows, k, device=CUDA, dtype=torch.bfloat16)
         operands.append(TE.quantizer(recipe, TensorRole.INPUT, None, CUDA, rowwise=True, columnwise=False)(x).rowwise)
-    a, b = (backend.gemm(recipe, Product.FPROP, out_dtype)(*operands, None) for backend in (TE, REFERENCE))
-    error = (a.double() - b.double()).norm() / b.double().norm()
-    assert error <= accumulation + torch.finfo(out_dtype).eps
+    bias, into = torch.randn(n, device=CUDA, dtype=out_dtype), torch.randn(m, n, device=CUDA, dtype=out_dtype) * 30
+    for added in ((None, None), (bias, None), (None, into), (bias, into)):
+        found = []
+        for backend in (TE, REFERENCE):
+            copies = [t if t is None else t.clone() for t in added]
+            found.append(backend.gemm(recipe, Product.FPROP, out_dtype)(*operands, *copies))
+            assert copies[1] is None or found[-1].data_ptr() == copies[1].data_ptr()
+        a, b = (t.double() for t in found)
+        assert (a - b).norm() / b.norm() <= accumulation + torch.finfo(out_dtype).eps
 
 
 @pytest.mark.parametrize("recipe", FLOAT8_BLOCKS)
@@ -156,8 +162,14 @@ def test_block_scaled_gemms_agree_to_float32_accumulation_and_one_rounding(produ
         x = torch.randn(*((320, rows) if columnwise else (rows, 320)), device=CUDA, dtype=torch.bfloat16)
         q = TE.quantizer(recipe, role, None, CUDA, rowwise=not columnwise, columnwise=columnwise)(x)
         operands.append(q.columnwise if columnwise else q.rowwise)
-    a, b = (backend.gemm(recipe, product, torch.float32)(*operands, None) for backend in (TE, REFERENCE))
-    assert a.shape == (192, 160) and (a.double() - b.double()).norm() / b.double().norm() <= 2.0**-12
+    into = torch.randn(192, 160, device=CUDA, dtype=torch.bfloat16) * 30
+    for dtype, accumulate, rounding in ((torch.float32, False, 0.0), (torch.bfloat16, True, 2.0**-8)):
+        a, b = (
+            backend.gemm(recipe, product, dtype)(*operands, None, into.clone() if accumulate else None)
+            for backend in (TE, REFERENCE)
+        )
+        assert a.shape == (192, 160)
+        assert (a.double() - b.double()).norm() / b.double().norm() <= 2.0**-12 + rounding
 
 
 def is_equal_but_for_negative_zeros(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -36,7 +36,8 @@ class TransformerEngineBackend(Backend):
         why = compat.te_import_error()
         if why:
             return why
-        available, reason = _availability(recipe)(return_reason=True)
+        with torch.cuda.device(device):
+            available, reason = _availability(recipe)(return_reason=True)
         return "" if available else reason
 
     def quantizer(
@@ -51,7 +52,8 @@ class TransformerEngineBackend(Backend):
     ) -> Quantize:
         import transformer_engine_torch as tex
 
-        quantizer, read = quantizer_and_reader(recipe, role, slot, device, rowwise=rowwise, columnwise=columnwise)
+        with torch.cuda.device(device):  # NVFP4's quantizer makes tensors on the current one
+            quantizer, read = quantizer_and_reader(recipe, role, slot, device, rowwise=rowwise, columnwise=columnwise)
         quantizer.internal = True  # gives a plain storage object, which costs less than a tensor subclass
         run = tex.quantize
 

@@ -2,6 +2,7 @@
 
 For each recipe: which quantizer makes an operand, which of its storage's tensors are the operand's matrices, and which
 storage a GEMM reads them from. Column-wise matrices of all but MXFP8 are transposed, and given to a GEMM as row-wise.
+Scales of MXFP8 and NVFP4 are kept as quantizers give them; a GEMM swizzles them each time.
 """
 
 from __future__ import annotations
