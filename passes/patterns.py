@@ -9,7 +9,7 @@ from __future__ import annotations
 from thunder_te_exec import compat  # noqa: F401  (before thunder)
 
 import thunder.torch as ltorch
-from thunder.core import prims
+from thunder.core import dtypes, prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
@@ -29,6 +29,7 @@ __all__ = [
     "scaled_by",
     "symbol_ids",
     "symbol_like",
+    "widened_from",
     "writes_in_place",
 ]
 
@@ -41,6 +42,7 @@ def symbol_ids(*names: str, primitives: tuple[Symbol, ...] = ()) -> frozenset:
 
 
 _CASTS = symbol_ids("to", primitives=(prims.convert_element_type,))
+_WIDENS = {(dtypes.bfloat16, dtypes.float32), (dtypes.float16, dtypes.float32)}
 _ADDS = symbol_ids("add", primitives=(prims.add,))
 _WRITES = symbol_ids("copy_", primitives=(prims.copy_, prims.update_aliases))
 _MULS = symbol_ids("mul", primitives=(prims.mul,))
@@ -67,6 +69,12 @@ def cast_from(bsym: BoundSymbol) -> TensorProxy | None:
         bsym.output.device,
     )
     return source if same else None
+
+
+def widened_from(bsym: BoundSymbol) -> TensorProxy | None:
+    """What ``bsym`` casts to a type that represents all its numbers; None where it does not."""
+    source = cast_from(bsym)
+    return source if source is not None and (source.dtype, bsym.output.dtype) in _WIDENS else None
 
 
 def writes_in_place(bsym: BoundSymbol) -> bool:

@@ -19,17 +19,14 @@ tensor. A forward's result stays a tensor of its own.
 
 from __future__ import annotations
 
-from thunder_te_exec.passes.patterns import cast_from
+from thunder_te_exec.passes.patterns import cast_from, widened_from
 from thunder_te_exec.passes.rewrite import joint_return, liveness_order, return_of, with_bound_symbols
 
-from thunder.core import dtypes
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
 from thunder.core.pytree import tree_flatten
 from thunder.core.trace import TraceCtx
 
 __all__ = ["redundant_casts"]
-
-_WIDENS = {(dtypes.bfloat16, dtypes.float32), (dtypes.float16, dtypes.float32)}
 
 
 def redundant_casts(trace: TraceCtx) -> TraceCtx:
@@ -46,7 +43,7 @@ def redundant_casts(trace: TraceCtx) -> TraceCtx:
             if original is not None and original.dtype == bsym.output.dtype and bsym.output.name not in kept:
                 swaps[variableify(bsym.output)] = original
                 continue
-            if (source.dtype, bsym.output.dtype) in _WIDENS:
+            if widened_from(bsym) is not None:
                 widened[bsym.output.name] = source
         bound_symbols.append(bsym)
     if not swaps:

@@ -28,7 +28,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from thunder_te_exec.passes.patterns import Uses, cast_from, is_matmul, is_plain_linear, is_view, recorded, scaled_by
+from thunder_te_exec.passes.patterns import (
+    Uses,
+    cast_from,
+    is_matmul,
+    is_plain_linear,
+    is_view,
+    recorded,
+    scaled_by,
+    widened_from,
+)
 from thunder_te_exec.passes.rewrite import liveness_order, with_bound_symbols
 
 from thunder.core import dtypes
@@ -84,7 +93,8 @@ def _rewritten(
     def scaled(source: TensorProxy, scaling: _Scaling, like: BoundSymbol) -> TensorProxy:
         for step in scaling.steps:
             old = next(a for a in step.args if isinstance(a, TensorProxy))
-            args = [source if a is old else a for a in step.args]
+            # A number of another type would be cast, by a symbol without tensors that fusers cannot take.
+            args = [source if a is old else float(a) if type(a) is int else a for a in step.args]
             new.bound_symbols += recorded(new, like, step.sym, *args, **step.kwargs)
             source = new.bound_symbols[-1].output
         return source
@@ -123,7 +133,7 @@ def _scaling_at(bsym: BoundSymbol, uses: Uses) -> _Scaling | None:
         return None
     wide, _ = scaled_by(mul)
     up = uses.producer.get(wide.name)
-    source = cast_from(up) if up is not None else None
+    source = widened_from(up) if up is not None else None
     if source is None or source.dtype != bsym.output.dtype:
         return None
     return _Scaling(source, (up, mul, bsym))

@@ -38,6 +38,7 @@ from thunder_te_exec.passes.patterns import (
     is_reshape,
     recorded,
     symbol_like,
+    widened_from,
 )
 from thunder_te_exec.passes.rewrite import liveness_order, with_bound_symbols
 from thunder_te_exec.symbols import is_te_backward, is_te_linear, is_te_recompute
@@ -108,7 +109,8 @@ def _sums(trace: TraceCtx, uses: Uses) -> dict[str, list[_Term]]:
                 sums[out.name] = first
         elif cast_from(bsym) is not None and operands:
             (source,) = operands
-            if source.name in sums and all(term.product is not None for term in sums[source.name]):
+            of_products = source.name in sums and all(term.product is not None for term in sums[source.name])
+            if of_products and widened_from(bsym) is not None:
                 wide[out.name] = sums[source.name], [source.name]
             elif source.name in wide and all(t.proxy.dtype == out.dtype for t in wide[source.name][0]):
                 terms, parts = wide[source.name]

@@ -351,3 +351,60 @@ def test_without_a_claimed_linear_nothing_is_rewritten() -> None:
     x, w = torch.randn(32, 256), torch.randn(32, 256)
     with autocast(enabled=False):
         assert torch.equal(thunder.jit(f, executors=[te_ex])(x, w), f(x, w))
+
+
+def test_a_scaling_by_an_integer_runs_behind_a_fuser_without_gradients() -> None:
+    def f(x, a, b, w):
+        return nn.functional.linear(nn.functional.linear(x, a), b) * 2 + nn.functional.linear(x, w)
+
+    args = whole(32, 32), whole(8, 32), whole(32, 8), whole(32, 32)
+    compiled = thunder.jit(f, executors=[te_ex, torch_compile_ex], te_fp8_recipe=powers_of_two())
+    assert torch.equal(compiled(*args), f(*args))
+
+
+@pytest.mark.parametrize("narrow", (torch.int32, torch.bool, torch.float16, torch.bfloat16), ids=str)
+def test_a_cast_that_loses_numbers_stays_where_it_is(narrow) -> None:
+    linear = nn.functional.linear
+    x, w, v = torch.randn(32, 32), torch.randn(32, 32) * 1e-3, torch.randn(32, 32)
+
+    def f(x, w, v):
+        return (linear(x, w).to(narrow) + linear(x, v).to(narrow)).float() + linear(x, v).to(narrow).float()
+
+    on = thunder.jit(f, executors=[te_ex], te_fp8_recipe=Float8CurrentScaling())(x, w, v)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(executor, "PASSES", tuple(p for p in PASSES if p not in OPTIONAL))
+        off = thunder.jit(f, executors=[te_ex], te_fp8_recipe=Float8CurrentScaling())(x, w, v)
+    assert torch.equal(on, off)
+
+
+def test_a_sum_of_tensors_of_two_types_has_the_type_of_the_program() -> None:
+    linear = nn.functional.linear
+
+    def f(x, w, a, b):
+        return (linear(x, w).float() + linear(a, b).float()).to(torch.bfloat16)
+
+    args = whole(32, 32).bfloat16(), whole(32, 32).bfloat16(), whole(32, 8).half(), whole(32, 8).half()
+    y = thunder.jit(f, executors=[te_ex], te_fp8_recipe=powers_of_two())(*args)
+    assert y.dtype is torch.bfloat16 and torch.equal(y, f(*args))
+
+
+def test_uses_of_a_weight_keep_their_state_where_one_trace_moves_a_linear_and_another_does_not() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.lora_A, self.lora_B = nn.Linear(64, 64), nn.Linear(64, 8), nn.Linear(8, 64)
+
+        def forward(self, x, with_norm: bool = False):
+            large, small = self.linear(x * 1000.0), self.linear(x)
+            adapter = nn.functional.linear(nn.functional.linear(x, self.lora_A.weight), self.lora_B.weight)
+            y = large + adapter
+            return (y, small, adapter.pow(2).mean()) if with_norm else (y, small)
+
+    torch.manual_seed(0)
+    module = Twice()
+    compiled = thunder.jit(module, executors=[te_ex], te_fp8_recipe=DelayedScaling(amax_history_len=2))
+    x = torch.randn(32, 64)
+    for _ in range(3):
+        sum(o.sum() for o in compiled(x, True)).backward()
+    for ours, expected in zip(compiled(x), module(x)):
+        assert (ours - expected).norm() <= 2.0**-4 * expected.norm()

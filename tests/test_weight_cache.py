@@ -257,6 +257,43 @@ def test_an_in_place_write_to_a_frozen_weight_is_seen() -> None:
     assert not torch.equal(before, after) and torch.equal(after, fresh(batch(0)))
 
 
+def test_peft_merges_and_unmerges_frozen_weights_that_stay_quantized() -> None:
+    peft = pytest.importorskip("peft", reason="needs the extra [demo]")
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    adapted = peft.inject_adapter_in_model(
+        peft.LoraConfig(r=8, target_modules=["0", "2"], init_lora_weights=False), module
+    )
+    compiled = thunder.jit(adapted, executors=[te_ex], te_fp8_recipe=Float8CurrentScaling())
+    x = torch.randn(32, 64)
+    for merged in (False, True, False, True, False):
+        for layer in (adapted[0], adapted[2]):
+            if merged != layer.merged:
+                (layer.merge if merged else layer.unmerge)()
+        ours, expected = compiled(x), adapted(x)
+        assert (ours - expected).norm() <= 0.1 * expected.norm(), merged
+
+
+def test_a_weight_whose_data_is_replaced_twice_is_seen_where_memory_is_used_again() -> None:
+    linear = nn.Linear(512, 512, bias=False).requires_grad_(False)
+    compiled = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=Float8CurrentScaling())
+    x = torch.randn(32, 512)
+    for n in range(1, 6):
+        compiled(x)
+        linear.weight.data = torch.full((512, 512), 100.0 * n)
+        linear.weight.data = torch.full((512, 512), float(n))
+        torch.testing.assert_close(compiled(x), linear(x), rtol=0.1, atol=1.0 * n)
+
+
+def test_a_kept_weight_can_be_swapped_for_another_tensor() -> None:
+    linear = frozen_linear()
+    compiled = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=Float8CurrentScaling())
+    compiled(batch(0))
+    torch.utils.swap_tensors(linear.weight, nn.Parameter(torch.randn(32, 32), requires_grad=False))
+    fresh = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=Float8CurrentScaling())
+    assert torch.equal(compiled(batch(0)), fresh(batch(0)))
+
+
 def test_a_computed_weight_is_not_kept(quantized) -> None:
     weight = torch.randn(32, 32)
     compiled = thunder.jit(lambda x, w: nn.functional.linear(x, w * 2.0), executors=[te_ex])

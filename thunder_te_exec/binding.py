@@ -16,7 +16,7 @@ from thunder_te_exec import compat
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx
 
 from thunder_te_exec import forward_context
@@ -45,15 +45,23 @@ from thunder_te_exec.symbols import (
 )
 from thunder_te_exec.weight_cache import OptimizerSteps, WeightCache
 
-__all__ = ["bind"]
+__all__ = ["bind", "linear_keys"]
 
 
-def bind(trace: TraceCtx, bound: Callable[[Symbol, Callable[..., Any]], Symbol]) -> TraceCtx:
-    """Bind the linears and scale updates of ``trace``. ``bound(symbol, fn)`` gives the symbol that runs ``fn``."""
-    compile_data, compile_stats = compat.current_compilation()
+def bind(
+    trace: TraceCtx, keys_of_outputs: dict[str, LinearKey], bound: Callable[[Symbol, Callable[..., Any]], Symbol]
+) -> TraceCtx:
+    """Bind the linears and scale updates of ``trace``.
+
+    Args:
+        trace: after all passes.
+        keys_of_outputs: what :func:`linear_keys` found before them.
+        bound: ``bound(symbol, fn)`` gives the symbol that runs ``fn``.
+    """
+    compile_data, _ = compat.current_compilation()
     state = Fp8State.of(compile_data)
     linears = {b.sym.name: b for b in trace.bound_symbols if is_te_linear(b)}
-    keys = _keys(trace, state, compile_stats)
+    keys = {name: keys_of_outputs[bsym.output[0].name] for name, bsym in linears.items()}
     settings = {device: Settings.current(compile_data, device) for device in map(_device, linears.values())}
 
     recipes = {device: state.index_of_recipe(chosen.recipe) for device, chosen in settings.items()}
@@ -171,19 +179,23 @@ def _weight_cache(
     return state.weights[key]
 
 
-def _keys(trace: TraceCtx, state: Fp8State, compile_stats: Any) -> dict[str, LinearKey]:
-    """By symbol name, who each claimed linear is beyond this trace: its weight, and which use of the weight it is.
+def linear_keys(trace: TraceCtx) -> dict[str, LinearKey]:
+    """By output, who each claimed linear of the forward is beyond this trace: its weight, and which use of it.
 
-    All linears of the forward count, claimed or not: another batch shape may claim others.
+    All linears of the forward count, claimed or not: another batch shape may claim others. Their order is the
+    program's, so that it is asked for before passes move anything.
     """
+    compile_data, compile_stats = compat.current_compilation()
+    state = Fp8State.of(compile_data)
     uses: dict[str, int] = {}
     keys = {}
-    linears = (b for b in trace.bound_symbols if is_te_linear(b) or is_unclaimed_linear(b))
+    forward = (b for b in trace.bound_symbols if BoundSymbolTag.BACKWARD not in b.tags)
+    linears = (b for b in forward if is_te_linear(b) or is_unclaimed_linear(b))
     for place, bsym in enumerate(linears):
         name = state.names.of(bsym.args[1], trace, compile_stats.last_prologue_traces[-1])
         # A computed weight has no name beyond its trace: its linear's place among all linears stands for it.
         weight = f"computed weight {place}" if name is None else name
         use = uses[weight] = uses.get(weight, -1) + 1
         if is_te_linear(bsym):
-            keys[bsym.sym.name] = LinearKey(weight, use)
+            keys[bsym.output[0].name] = LinearKey(weight, use)
     return keys

@@ -20,7 +20,7 @@ from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor, OperatorExecutor, register_executor
 
 from thunder_te_exec import symbols
-from thunder_te_exec.binding import bind
+from thunder_te_exec.binding import bind, linear_keys
 from thunder_te_exec.claim import decide, note_linears_of_others
 from thunder_te_exec.layouts import TensorSpec, operand_specs
 from thunder_te_exec.linear import fp8_linear_backward
@@ -52,10 +52,11 @@ class TransformerEngineExecutor(OperatorExecutor, FusionExecutor):
         if compat.current_compilation()[0] is None:
             return trace  # no jitted function that state could belong to
         note_linears_of_others(trace)
+        keys = linear_keys(trace)
         for run in _passes_for(trace):
             trace = run(trace)
         ours = any(is_te_linear(b) or b.sym == symbols.te_differentiable_once for b in trace.bound_symbols)
-        return bind(trace, _bound) if ours else trace
+        return bind(trace, keys, _bound) if ours else trace
 
 
 def _passes_for(trace: TraceCtx) -> tuple[Callable[[TraceCtx], TraceCtx], ...]:

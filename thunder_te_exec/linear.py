@@ -207,7 +207,7 @@ class Fp8Linear:
             q = quantizers.weight[input_requires_grad](w.contiguous())
         else:
             replay = quantizers is not self._quantizers
-            q = self._weights.get(w, input_requires_grad, quantizers.weight, replay=replay)
+            q = self._weights.get(w, input_requires_grad, quantizers.weight, self._calls, replay=replay)
         out = self._fprop(x.rowwise, q.rowwise, bias, _as_matrix(accumulate))
         saved: Saved = x.columnwise if weight_requires_grad else ()
         if input_requires_grad:

@@ -47,7 +47,7 @@ class _Kept(NamedTuple):
     """A quantized weight, what it was made of, and where its scale did not come from its amax, since which update."""
 
     operand: Operand
-    weight: weakref.ref[torch.Tensor]
+    storage: weakref.ref[torch.UntypedStorage]
     state: tuple[Any, ...]
     provisional_since: int | None
 
@@ -55,9 +55,9 @@ class _Kept(NamedTuple):
 class WeightCache:
     """The FP8 operand of one linear's weight: of a frozen one kept for good, of a trained one for an optimizer step.
 
-    It is made again after a step of an optimizer that has the weight, and when the weight is another tensor, has
-    another storage, or was written to in place, which torch counts (``Tensor._version``): by ``copy_`` or
-    ``load_state_dict``. What is written through ``.data``, which torch does not count, is not seen.
+    It is made again after a step of an optimizer that has the weight, and when the weight has another storage or was
+    written to in place, which torch counts (``Tensor._version``): by ``copy_`` or ``load_state_dict``. What is written
+    through ``.data``, which torch does not count, is not seen.
 
     Args:
         steps: counts optimizer steps.
@@ -76,26 +76,40 @@ class WeightCache:
         self._kept = None
 
     def get(
-        self, weight: torch.Tensor, columnwise: bool, quantize: Sequence[Quantize], *, replay: bool = False
+        self,
+        weight: torch.Tensor,
+        columnwise: bool,
+        quantize: Sequence[Quantize],
+        trace: object,
+        *,
+        replay: bool = False,
     ) -> Operand:
         """The operand of ``weight``, quantized by ``quantize[columnwise]`` where it has changed.
 
-        ``replay``: ``quantize`` has the scale of an earlier step; what it gives is not kept.
+        Args:
+            weight: (out_features, in_features).
+            columnwise: whether the column-wise copy is wanted too.
+            quantize: quantizers without and with the column-wise copy.
+            trace: stands for the compiled trace that asks. A frozen weight is made anew when another one did before:
+                what makes a program take another path, such as peft's merging, may have written to it.
+            replay: ``quantize`` has the scale of an earlier step; what it gives is not kept.
         """
         if weight.is_inference():  # it counts no writes
             return quantize[columnwise](weight.contiguous())
         if torch.is_inference_mode_enabled():  # what is made in it could not be saved for a backward
             with torch.inference_mode(False), torch.no_grad():
-                return self.get(weight, columnwise, quantize, replay=replay)
+                return self.get(weight, columnwise, quantize, trace, replay=replay)
         kept = self._kept
-        state = (self._steps.of(weight), weight._version, weight.data_ptr(), weight.requires_grad)
-        changed = kept is None or kept.weight() is not weight or kept.state != state
+        storage = weight.untyped_storage()
+        who = None if weight.requires_grad else id(trace)
+        state = (self._steps.of(weight), weight._version, weight.data_ptr(), weight.requires_grad, who)
+        changed = kept is None or kept.storage() is not storage or kept.state != state
         settles = not changed and kept.provisional_since is not None and self._updates() > kept.provisional_since
         if changed or settles:
             operand = quantize[columnwise](weight.contiguous())
             if not replay:
                 provisional = self._slot is not None and not weight.requires_grad and not settles
-                self._kept = _Kept(operand, weakref.ref(weight), state, self._updates() if provisional else None)
+                self._kept = _Kept(operand, weakref.ref(storage), state, self._updates() if provisional else None)
             return operand
         if columnwise and kept.operand.columnwise is None:
             other = self._other_direction(kept.operand, weight, quantize)
