@@ -49,9 +49,7 @@ def build(method: str, make: Callable[..., Stack]) -> Callable:
     if method == "thunder's own TE executor":
         from thunder.executors.transformer_engineex import TransformerEngineTransform, transformer_engine_ex
 
-        return thunder.jit(
-            make(), executors=[transformer_engine_ex, *fast], transforms=[TransformerEngineTransform()]
-        )
+        return thunder.jit(make(), executors=[transformer_engine_ex, *fast], transforms=[TransformerEngineTransform()])
     if method == OURS:
         return thunder.jit(make(), executors=[te_ex, *fast])
     if method == "te_ex":
@@ -109,8 +107,10 @@ def measure(method: str, shape: str, layers: int, tokens: int, batch: int, rank:
         g = torch.randn_like(x)
     torch.set_default_dtype(torch.float32)
     module = getattr(run, "__closure__", None)
-    stack = run if isinstance(run, torch.nn.Module) else next(
-        c.cell_contents for c in module if isinstance(c.cell_contents, torch.nn.Module)
+    stack = (
+        run
+        if isinstance(run, torch.nn.Module)
+        else next(c.cell_contents for c in module if isinstance(c.cell_contents, torch.nn.Module))
     )
     parameters = [p for p in stack.parameters() if p.requires_grad]
     device_ms, host_ms = [], []
