@@ -50,8 +50,8 @@ def build(method: str, make: Callable[..., Stack]) -> Callable:
         from thunder.executors.transformer_engineex import TransformerEngineTransform, transformer_engine_ex
 
         return thunder.jit(make(), executors=[transformer_engine_ex, *fast], transforms=[TransformerEngineTransform()])
-    if method == OURS:
-        return thunder.jit(make(), executors=[te_ex, *fast])
+    if method.startswith(OURS):
+        return thunder.jit(make(), executors=[te_ex, *fast], te_recompute_activations="saved" not in method)
     if method == "te_ex":
         return thunder.jit(make(), executors=[te_ex, sdpa_ex])
     sys.exit(f"--method: no method {method!r}; one of {', '.join(METHODS)}")
@@ -59,6 +59,7 @@ def build(method: str, make: Callable[..., Stack]) -> Callable:
 
 METHODS = (
     OURS,
+    f"{OURS}, activations saved",
     "te_ex",
     "bf16, eager",
     "bf16, torch.compile",

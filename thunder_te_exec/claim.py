@@ -51,7 +51,8 @@ class Claim:
 def claims(jitted: Any) -> tuple[Claim, ...]:
     """The linears that ``jitted`` has been compiled with so far, which run in FP8, and why the others do not.
 
-    One entry for each linear and signature, in the order in which they were first met; empty before the first call.
+    One entry for each linear, signature and class of recipe, in the order in which they were first met; empty before
+    the first call.
 
     Raises:
         TypeError: ``jitted`` did not come from ``thunder.jit``.
