@@ -172,7 +172,9 @@ def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
 
 
 def main(
-    method: Annotated[list[str] | None, typer.Option(help="measure these only; may be repeated")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help=f"measure this only; may be repeated: {'; '.join(METHODS)}")
+    ] = None,
     shape: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "llama-3-8b",
     layers: int = 4,
     tokens: Annotated[int, typer.Option(help="sequence length")] = 2048,

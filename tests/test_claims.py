@@ -94,6 +94,12 @@ def test_te_filter_decides_instead_of_the_thin_rule_once_a_linear_by_its_full_na
     assert {c.reason for c in claims(compiled) if not c.claimed} == {"te_filter returned False"}
 
 
+@pytest.mark.parametrize("name", ("te_recipe", "te_weights_cache", "te_recompute_activation"))
+def test_a_misspelt_option_raises_by_its_name_with_those_that_there_are(name) -> None:
+    with pytest.raises(TypeError, match=f"{name}=.*no such option; those of te_ex are te_fp8_recipe, te_backend"):
+        jitted(nn.Linear(32, 32), torch.randn(16, 32), **{name: True})
+
+
 def test_te_filter_cannot_claim_what_fp8_cannot_run() -> None:
     compiled = jitted(nn.Linear(32, 40), torch.randn(16, 32), te_filter=lambda name, shape: True)
     assert "multiple of 16" in only_claim(compiled).reason

@@ -58,8 +58,10 @@ class Settings:
         """Settings of the compilation under way.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: an option or the recipe is not usable; the message names it.
+            TypeError, ValueError, NotImplementedError: an option is not known, or it or the recipe is not usable; the
+                message names it.
         """
+        _check_names(compile_data.compile_options)
         options = {name: compat.compile_option(name, text) for name, text in _OPTIONS.items()}
         te_filter = options["te_filter"]
         if te_filter is not None and not callable(te_filter):
@@ -106,6 +108,13 @@ class Settings:
         if self.why_no_backend not in state.warned:
             state.warned.add(self.why_no_backend)
             warnings.warn(f"thunder_te_exec claims no linear: {self.why_no_backend}", stacklevel=2)
+
+
+def _check_names(compile_options: dict[str, Any]) -> None:
+    known = (*_OPTIONS, _RECOMPUTE[0])
+    for name in compile_options:
+        if name.startswith("te_") and name not in known:
+            raise TypeError(f"thunder.jit(..., {name}=...): no such option; those of te_ex are {', '.join(known)}")
 
 
 def recipe_in_force(context: Fp8Context | None, option: Any, device: torch.device) -> Any:
