@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from lora_model import SHAPES, Stack
+from lora_model import SHAPES, MakeLinear, Stack
 
 OURS = "te_ex + torch_compile_ex"
 
@@ -102,17 +102,18 @@ def measure(method: str, shape: str, layers: int, tokens: int, batch: int, rank:
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
+    made: list[Stack] = []
+
+    def make(base: MakeLinear | None = None) -> Stack:
+        made.append(Stack(SHAPES[shape], layers, tokens, base=base, rank=rank))
+        return made[0]
+
     with torch.device("cuda"):
-        run = build(method, lambda base=None: Stack(SHAPES[shape], layers, tokens, base=base, rank=rank))
+        run = build(method, make)
         x = torch.randn(batch, tokens, SHAPES[shape].hidden, requires_grad=True)
         g = torch.randn_like(x)
     torch.set_default_dtype(torch.float32)
-    module = getattr(run, "__closure__", None)
-    stack = (
-        run
-        if isinstance(run, torch.nn.Module)
-        else next(c.cell_contents for c in module if isinstance(c.cell_contents, torch.nn.Module))
-    )
+    (stack,) = made
     parameters = [p for p in stack.parameters() if p.requires_grad]
     device_ms, host_ms = [], []
     began = time.perf_counter()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Shape", "Stack", "SHAPES"]
+__all__ = ["SHAPES", "MakeLinear", "Shape", "Stack"]
 
 
 @dataclass(frozen=True)

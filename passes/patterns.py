@@ -15,6 +15,8 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.torchex import ex as torch_ex
 
+from thunder_te_exec.symbols import is_linear_of_others
+
 __all__ = [
     "Uses",
     "adds",
@@ -47,7 +49,6 @@ _ADDS = symbol_ids("add", primitives=(prims.add,))
 _WRITES = symbol_ids("copy_", primitives=(prims.copy_, prims.update_aliases))
 _MULS = symbol_ids("mul", primitives=(prims.mul,))
 _MATMULS = symbol_ids("matmul", primitives=(prims.matmul,))
-_LINEARS = symbol_ids("linear", primitives=(prims.linear,))
 _RESHAPES = symbol_ids("reshape", primitives=(prims.reshape,))
 _POINTWISE = symbol_ids(
     *("add", "sub", "mul", "true_divide", "neg", "exp", "pow", "rsqrt", "reciprocal", "sigmoid", "silu", "tanh", "to"),
@@ -89,7 +90,7 @@ def adds(bsym: BoundSymbol) -> bool:
 
 def is_add(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` adds two tensors of its own shape and type."""
-    if bsym.sym.id not in _ADDS or bsym.kwargs.get("alpha") not in (None, 1):
+    if not adds(bsym) or bsym.kwargs.get("alpha") not in (None, 1):
         return False
     out = bsym.output
     return all(
@@ -114,7 +115,7 @@ def is_matmul(bsym: BoundSymbol) -> bool:
 
 def is_plain_linear(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` is a linear without bias that is not run in FP8."""
-    return bsym.sym.id in _LINEARS and all(a is None for a in bsym.args[2:])
+    return is_linear_of_others(bsym) and all(a is None for a in bsym.args[2:])
 
 
 def is_reshape(bsym: BoundSymbol) -> bool:

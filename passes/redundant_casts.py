@@ -20,7 +20,7 @@ tensor. A forward's result stays a tensor of its own.
 from __future__ import annotations
 
 from thunder_te_exec.passes.patterns import cast_from, widened_from
-from thunder_te_exec.passes.rewrite import joint_return, liveness_order, return_of, with_bound_symbols
+from thunder_te_exec.passes.rewrite import joint_return, return_of, with_bound_symbols, without_dead_symbols
 
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
 from thunder.core.pytree import tree_flatten
@@ -48,8 +48,7 @@ def redundant_casts(trace: TraceCtx) -> TraceCtx:
         bound_symbols.append(bsym)
     if not swaps:
         return trace
-    new = with_bound_symbols(trace, bound_symbols, "Redundant casts")
-    return with_bound_symbols(new, liveness_order(new, lambda bsym, needed: bsym), "Redundant casts")
+    return without_dead_symbols(with_bound_symbols(trace, bound_symbols, "Redundant casts"), "Redundant casts")
 
 
 def _results_of_forward(trace: TraceCtx) -> set[str]:

@@ -13,7 +13,15 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
-__all__ = ["free_name", "insert_before_return", "joint_return", "liveness_order", "return_of", "with_bound_symbols"]
+__all__ = [
+    "free_name",
+    "insert_before_return",
+    "joint_return",
+    "liveness_order",
+    "return_of",
+    "with_bound_symbols",
+    "without_dead_symbols",
+]
 
 
 def with_bound_symbols(trace: TraceCtx, bound_symbols: Sequence[BoundSymbol], provenance: str) -> TraceCtx:
@@ -42,6 +50,11 @@ def liveness_order(trace: TraceCtx, rewrite: Callable[[BoundSymbol, set[str]], B
         kept.append(bsym)
     kept.reverse()
     return kept
+
+
+def without_dead_symbols(trace: TraceCtx, provenance: str) -> TraceCtx:
+    """``trace`` without the symbols that nobody needs since a pass has rewritten their readers."""
+    return with_bound_symbols(trace, liveness_order(trace, lambda bsym, needed: bsym), provenance)
 
 
 def free_name(trace: TraceCtx, name: str) -> str:

@@ -38,7 +38,7 @@ from thunder_te_exec.passes.patterns import (
     scaled_by,
     widened_from,
 )
-from thunder_te_exec.passes.rewrite import liveness_order, with_bound_symbols
+from thunder_te_exec.passes.rewrite import with_bound_symbols, without_dead_symbols
 
 from thunder.core import dtypes
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
@@ -115,7 +115,7 @@ def _rewritten(
         elif isinstance(old.output, TensorProxy) and old.output.name in unscaled:
             source = unscaled[old.output.name]
             swaps[variableify(old.output)] = swaps.get(variableify(source), source)
-    return with_bound_symbols(new, liveness_order(new, lambda b, needed: b), "Scalings of small tensors")
+    return without_dead_symbols(new, "Scalings of small tensors")
 
 
 def _scaling_at(bsym: BoundSymbol, uses: Uses) -> _Scaling | None:

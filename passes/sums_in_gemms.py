@@ -40,7 +40,7 @@ from thunder_te_exec.passes.patterns import (
     symbol_like,
     widened_from,
 )
-from thunder_te_exec.passes.rewrite import liveness_order, with_bound_symbols
+from thunder_te_exec.passes.rewrite import with_bound_symbols, without_dead_symbols
 from thunder_te_exec.symbols import is_te_backward, is_te_linear, is_te_recompute
 
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
@@ -79,7 +79,7 @@ def sums_in_gemms(trace: TraceCtx) -> TraceCtx:
             swaps[variableify(bsym.output)] = _accumulate(new, bsym, sums[id(bsym)], swaps)
         elif id(bsym) not in moved:
             new.bound_symbols.append(bsym.from_bsym_swap_proxies(swaps))
-    return with_bound_symbols(new, liveness_order(new, lambda b, needed: b), "Sums in GEMMs")
+    return without_dead_symbols(new, "Sums in GEMMs")
 
 
 def _sums(trace: TraceCtx, uses: Uses) -> dict[str, list[_Term]]:

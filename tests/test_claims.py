@@ -129,6 +129,8 @@ def test_a_te_filter_that_raises_is_reported_with_the_linears_name_and_its_own_e
 def test_an_option_that_cannot_be_used_raises_by_its_name(options, error, match) -> None:
     with pytest.raises(error, match=match):
         jitted(nn.Linear(32, 32), torch.randn(16, 32), **options)
+    with pytest.raises(error, match=match), autocast(enabled=False):
+        jitted(nn.Linear(32, 32), torch.randn(16, 32), **options)
 
 
 def test_linears_have_the_names_of_their_parameters_under_torch_autocast() -> None:

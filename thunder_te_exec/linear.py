@@ -112,7 +112,6 @@ class Fp8Linear:
         calls: Calls,
         weights: WeightCache | None,
     ) -> None:
-
         self._settings, self._slots, self._device, self._calls = settings, slots, device, calls
         self._weights = weights
         self._stochastic = quantization_params(settings.recipe, TensorRole.GRAD_OUTPUT).stochastic_rounding

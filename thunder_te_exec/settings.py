@@ -23,13 +23,8 @@ _OPTIONS = {
     "te_backend": "thunder_te_exec: 'te' or 'reference'; the default is the device's",
     "te_weight_cache": "thunder_te_exec: keep quantized weights while they do not change; default: frozen ones",
     "te_filter": "thunder_te_exec: callable(weight_fqn, weight_shape) -> bool, decides instead of the thin-linear rule",
+    "te_recompute_activations": "thunder_te_exec: False saves for backward what is cheap to compute again",
 }
-
-
-_RECOMPUTE = (
-    "te_recompute_activations",
-    "thunder_te_exec: False saves for backward what is cheap to compute again",
-)
 
 
 @dataclass(frozen=True)
@@ -62,19 +57,17 @@ class Settings:
                 message names it.
         """
         _check_names(compile_data.compile_options)
-        options = {name: compat.compile_option(name, text) for name, text in _OPTIONS.items()}
-        te_filter = options["te_filter"]
+        te_filter = _option("te_filter")
         if te_filter is not None and not callable(te_filter):
             raise TypeError(f"te_filter: expected a callable(fqn, weight_shape) -> bool, got {te_filter!r}")
-        weight_cache = options["te_weight_cache"]
-        if weight_cache not in (None, False, True):
-            raise TypeError(f"te_weight_cache: expected True or False, got {weight_cache!r}")
+        weight_cache = _boolean("te_weight_cache")
         context = active_context()
-        recipe = recipe_in_force(context, options["te_fp8_recipe"], device)
+        recipe = recipe_in_force(context, _option("te_fp8_recipe"), device)
         enabled = context is None or context.enabled
         if enabled:
             check_supported(recipe)
-        backend, why = _backend(options["te_backend"], device, recipe) if enabled else (None, "")
+        # A recipe that is not enabled need not run here; the option is checked in any case.
+        backend, why = _backend(_option("te_backend"), device, recipe if enabled else default_recipe(device))
         group = context.amax_reduction_group if context is not None else None
         return cls(enabled, copy.copy(recipe), group, backend, why, te_filter, weight_cache)
 
@@ -85,10 +78,7 @@ class Settings:
         Raises:
             TypeError: it is no boolean.
         """
-        value = compat.compile_option(*_RECOMPUTE)
-        if value not in (None, False, True):
-            raise TypeError(f"{_RECOMPUTE[0]}: expected True or False, got {value!r}")
-        return value is not False
+        return _boolean("te_recompute_activations") is not False
 
     def hold_under(self, context: Fp8Context | None, option: Any, device: torch.device) -> bool:
         """Whether a compilation under ``context`` would have these settings, the options being what they are."""
@@ -111,10 +101,20 @@ class Settings:
 
 
 def _check_names(compile_options: dict[str, Any]) -> None:
-    known = (*_OPTIONS, _RECOMPUTE[0])
     for name in compile_options:
-        if name.startswith("te_") and name not in known:
-            raise TypeError(f"thunder.jit(..., {name}=...): no such option; those of te_ex are {', '.join(known)}")
+        if name.startswith("te_") and name not in _OPTIONS:
+            raise TypeError(f"thunder.jit(..., {name}=...): no such option; those of te_ex are {', '.join(_OPTIONS)}")
+
+
+def _option(name: str) -> Any:
+    return compat.compile_option(name, _OPTIONS[name])
+
+
+def _boolean(name: str) -> bool | None:
+    value = _option(name)
+    if value not in (None, False, True):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+    return value
 
 
 def recipe_in_force(context: Fp8Context | None, option: Any, device: torch.device) -> Any:

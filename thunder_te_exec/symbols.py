@@ -43,6 +43,7 @@ from thunder.executors.torchex import ex as torch_ex
 __all__ = [
     "Wanted",
     "ctx_of",
+    "is_linear_of_others",
     "is_te_backward",
     "is_te_linear",
     "is_te_quantize",
@@ -184,9 +185,14 @@ def is_te_linear(bsym: BoundSymbol) -> bool:
     return bsym.sym == te_linear
 
 
+def is_linear_of_others(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` is a linear that is not claimed, in forward or in backward."""
+    return any(bsym.sym == sym for sym in _UNCLAIMED)
+
+
 def is_unclaimed_linear(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` is a linear of the forward, other than a recomputation, that is not claimed."""
-    return BoundSymbolTag.BACKWARD not in bsym.tags and any(bsym.sym == sym for sym in _UNCLAIMED)
+    return BoundSymbolTag.BACKWARD not in bsym.tags and is_linear_of_others(bsym)
 
 
 def is_te_recompute(bsym: BoundSymbol) -> bool:
