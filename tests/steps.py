@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import thunder_te_exec  # noqa: F401  (before thunder)
+import thunder
 import torch
+from thunder_te_exec import te_ex
 from torch import nn
 
 
@@ -24,3 +28,15 @@ def step(function: Callable, module: nn.Module, x: torch.Tensor) -> list[torch.T
 
 def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def under_thunderfx(module: nn.Module, recipe: Any) -> tuple[list[torch.Tensor], list[str]]:
+    """What three steps of ``thunderfx(module)`` gave, and the names of the symbols of its backward."""
+    from thunder.dynamo import thunderfx
+
+    torch._dynamo.reset()
+    function = thunderfx(module, executors=[te_ex], te_fp8_recipe=recipe)
+    weight = next(module.parameters())
+    found = [t for n in range(3) for t in step(function, module, batch(n).to(weight.device, weight.dtype))]
+    (compiled,) = (fn for info in function._backend.subgraph_infos for fn in info.thunder_compiled_fns)
+    return found, [b.sym.name for b in thunder.last_backward_traces(compiled)[-1].bound_symbols]

@@ -6,10 +6,9 @@ import pytest
 
 pytest.importorskip("peft", reason="needs the extra [demo]")
 import thunder_te_exec  # noqa: F401  (before thunder)
-import thunder
-import torch
 from hf_llama import TARGETS, llama, losses
 from programs import Checkpointed
+from steps import same, under_thunderfx
 from thunder.dynamo import thunderfx
 from thunder_te_exec import claims, te_ex
 from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
@@ -34,28 +33,12 @@ def test_a_llama_with_adapters_trains_and_its_frozen_linears_compute_no_weight_g
     assert flags(backward_linears(training)) == [(True, False, False)] * (len(TARGETS) + 1 - 3)
 
 
-def steps(checkpoint: bool, recipe) -> tuple[list[torch.Tensor], list[str]]:
-    """Outputs and gradients of three steps, and the names of the FP8 symbols of the backward."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    module = Checkpointed(checkpoint)
-    function = thunderfx(module, executors=[te_ex], te_fp8_recipe=recipe())
-    found = []
-    for n in range(3):
-        module.zero_grad()
-        x = (torch.randn(32, 32, generator=torch.Generator().manual_seed(n)) * 3.0**n).requires_grad_()
-        y = function(x)
-        y.sum().backward()
-        found += [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
-    (compiled,) = (fn for info in function._backend.subgraph_infos for fn in info.thunder_compiled_fns)
-    return found, [b.sym.name for b in thunder.last_backward_traces(compiled)[-1].bound_symbols]
-
-
 @pytest.mark.parametrize(
     "recipe", (lambda: DelayedScaling(amax_history_len=2), Float8CurrentScaling), ids=("delayed", "current")
 )
 def test_checkpointing_under_thunderfx_changes_no_bit(recipe) -> None:
-    plain, names = steps(False, recipe)
-    checkpointed, recomputed = steps(True, recipe)
-    assert all(map(torch.equal, plain, checkpointed))
+    modules = Checkpointed(False), Checkpointed(True)
+    modules[1].load_state_dict(modules[0].state_dict())
+    (plain, names), (checkpointed, recomputed) = (under_thunderfx(module, recipe()) for module in modules)
+    assert same(plain, checkpointed)
     assert "te_recompute_linear_1" in recomputed and not any(n.startswith("te_recompute") for n in names)

@@ -6,6 +6,7 @@ import pytest
 import thunder
 import torch
 from recipes import FLOAT8_BLOCKS, RECIPES
+from te_modules import te_linear
 from thunder_te_exec import autocast, te_ex
 from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
 from torch import nn
@@ -27,28 +28,12 @@ def stack(dtype: torch.dtype, bias: bool, frozen: tuple[int, ...]) -> nn.Sequent
     return module
 
 
-def te_stack(module: nn.Sequential, dtype: torch.dtype) -> nn.Sequential:
-    import transformer_engine.pytorch as te
-
-    layers = []
-    for linear in module:
-        copy = te.Linear(
-            linear.in_features, linear.out_features, bias=linear.bias is not None, params_dtype=dtype, device="cuda"
-        )
-        for theirs, ours in zip((copy.weight, copy.bias), (linear.weight, linear.bias)):
-            if ours is not None:
-                theirs.data.copy_(ours)
-                theirs.requires_grad_(ours.requires_grad)
-        layers.append(copy)
-    return nn.Sequential(*layers)
-
-
 def six_steps(dtype: torch.dtype, bias: bool, frozen: tuple[int, ...], recipe, input_grad: bool = True):
     """(name, ours, theirs) of every output and gradient of six optimizer steps."""
     import transformer_engine.pytorch as te
 
     ours = stack(dtype, bias, frozen)
-    theirs = te_stack(ours, dtype)
+    theirs = nn.Sequential(*map(te_linear, ours))
     compiled = thunder.jit(ours, executors=[te_ex])
     trained = [[p for p in m.parameters() if p.requires_grad] for m in (ours, theirs)]
     steppers = [torch.optim.SGD(ps, lr=0.05) for ps in trained if ps]
@@ -94,7 +79,7 @@ def test_a_float32_bias_keeps_the_bits_that_te_rounds_away(recipe) -> None:
 
     torch.manual_seed(0)
     linear = nn.Linear(64, 64).cuda()
-    (theirs,) = te_stack(nn.Sequential(linear), torch.float32)
+    theirs = te_linear(linear)
     x = torch.randn(32, 64, device="cuda")
     recipe = ALL[recipe]()
     with te.autocast(recipe=recipe):

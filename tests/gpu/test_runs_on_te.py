@@ -9,7 +9,8 @@ import torch
 from hf_llama import TARGETS, llama, losses
 from programs import Checkpointed
 from resumed_run import whole_and_resumed
-from steps import same, step
+from steps import same, step, under_thunderfx
+from te_modules import te_linear
 from thunder_te_exec import autocast, claims, fp8_state_dict, load_fp8_state_dict, te_ex
 from thunder_te_exec.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from torch import nn
@@ -40,6 +41,14 @@ def test_checkpointing_changes_no_bit_of_four_steps(recipe) -> None:
     functions = [(compiled(fn, recipe), fn) for fn in (module(False), module(True))]
     for n in range(4):
         assert same(*(step(function, fn, batch(n)) for function, fn in functions)), f"step {n}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpointing_under_thunderfx_changes_no_bit(recipe) -> None:
+    plain, _ = under_thunderfx(module(False), RECIPES[recipe]())
+    checkpointed, recomputed = under_thunderfx(module(True), RECIPES[recipe]())
+    assert same(plain, checkpointed)
+    assert any(name.startswith("te_recompute_linear") for name in recomputed)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -89,24 +98,13 @@ def test_the_weight_cache_gives_the_bits_of_no_cache_under_current_scaling_and_s
         assert all(y.isfinite().all() for y in found)
 
 
-def te_copy(linear: nn.Linear) -> nn.Module:
-    import transformer_engine.pytorch as te
-
-    n, k, dtype = linear.out_features, linear.in_features, linear.weight.dtype
-    theirs = te.Linear(k, n, bias=linear.bias is not None, params_dtype=dtype, device="cuda")
-    theirs.weight.data.copy_(linear.weight)
-    if linear.bias is not None:
-        theirs.bias.data.copy_(linear.bias)
-    return theirs
-
-
 class TECheckpointed(nn.Module):
     """``Checkpointed`` of ``te.Linear``, its region under ``te.checkpoint``."""
 
     def __init__(self, ours: Checkpointed) -> None:
         super().__init__()
-        self.first, self.last = te_copy(ours.first), te_copy(ours.last)
-        self.region = nn.Sequential(*(te_copy(m) if isinstance(m, nn.Linear) else nn.ReLU() for m in ours.region))
+        self.first, self.last = te_linear(ours.first), te_linear(ours.last)
+        self.region = nn.Sequential(*(te_linear(m) if isinstance(m, nn.Linear) else nn.ReLU() for m in ours.region))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import transformer_engine.pytorch as te
@@ -139,7 +137,7 @@ def test_two_calls_before_a_backward_give_te_linears_bits(recipe) -> None:
     import transformer_engine.pytorch as te
 
     linear = nn.Linear(64, 64).to("cuda", torch.bfloat16)
-    theirs = te_copy(linear)
+    theirs = te_linear(linear)
     function = thunder.jit(linear, executors=[te_ex])
     for n in range(4):
         outputs = []
@@ -202,8 +200,7 @@ def test_a_function_follows_the_context_as_te_linear_does() -> None:
     import transformer_engine.pytorch as te
 
     linear = nn.Linear(64, 64, bias=False).to("cuda", torch.bfloat16)
-    theirs = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
-    theirs.weight.data.copy_(linear.weight)
+    theirs = te_linear(linear)
     function = thunder.jit(linear, executors=[te_ex])
     x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
     for recipe, enabled in ((Float8CurrentScaling(), True), (None, False), (Float8CurrentScaling(), True)):
