@@ -26,7 +26,7 @@ OURS = "te_ex + torch_compile_ex"
 
 def build(method: str, make: Callable[..., Stack]) -> Callable:
     """The stack as a function of its input, ready to be differentiated; ``make(base=None)`` makes it."""
-    from thunder_te_exec import te_ex  # before thunder
+    from thunder_te_exec import quantize_frozen_, te_ex  # before thunder
 
     import torch
 
@@ -51,7 +51,10 @@ def build(method: str, make: Callable[..., Stack]) -> Callable:
 
         return thunder.jit(make(), executors=[transformer_engine_ex, *fast], transforms=[TransformerEngineTransform()])
     if method.startswith(OURS):
-        return thunder.jit(make(), executors=[te_ex, *fast], te_recompute_activations="saved" not in method)
+        stack = make()
+        if "FP8 weights" in method:
+            quantize_frozen_(stack, keep_transposed="both" in method)
+        return thunder.jit(stack, executors=[te_ex, *fast], te_recompute_activations="saved" not in method)
     if method == "te_ex":
         return thunder.jit(make(), executors=[te_ex, sdpa_ex])
     sys.exit(f"--method: no method {method!r}; one of {', '.join(METHODS)}")
@@ -60,6 +63,9 @@ def build(method: str, make: Callable[..., Stack]) -> Callable:
 METHODS = (
     OURS,
     f"{OURS}, activations saved",
+    f"{OURS}, FP8 weights",
+    f"{OURS}, FP8 weights in both directions",
+    f"{OURS}, FP8 weights, activations saved",
     "te_ex",
     "bf16, eager",
     "bf16, torch.compile",

@@ -6,14 +6,18 @@ from thunder_te_exec.autocast import autocast
 from thunder_te_exec.checkpoint import fp8_state_dict, load_fp8_state_dict
 from thunder_te_exec.claim import Claim, claims, is_thin
 from thunder_te_exec.executor import te_ex
+from thunder_te_exec.frozen import FrozenWeight, dequantize_, quantize_frozen_
 
 __all__ = [
     "Claim",
+    "FrozenWeight",
     "autocast",
     "claims",
+    "dequantize_",
     "fp8_state_dict",
     "is_thin",
     "load_fp8_state_dict",
+    "quantize_frozen_",
     "recipe",
     "te_ex",
 ]

@@ -21,7 +21,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_te_exec import forward_context
 from thunder_te_exec.checkpoint import take_loaded
-from thunder_te_exec.layouts import block_shape
+from thunder_te_exec.layouts import is_transposable
 from thunder_te_exec.linear import (
     BackwardSync,
     Calls,
@@ -172,8 +172,10 @@ def _weight_cache(
     if state.optimizer_steps is None:
         state.optimizer_steps = OptimizerSteps()
     if key not in state.weights:
-        one_scale = block_shape(settings.recipe, TensorRole.WEIGHT) is None
-        state.weights[key] = WeightCache(state.optimizer_steps, one_scale=one_scale, slot=slots.get(TensorRole.WEIGHT))
+        role = TensorRole.WEIGHT
+        transposable = is_transposable(settings.recipe, role)
+        transpose = settings.backend.transpose(settings.recipe, role) if transposable else None
+        state.weights[key] = WeightCache(state.optimizer_steps, transpose=transpose, slot=slots.get(role))
     if not weight.requires_grad:
         state.weights[key].forget()  # what was written through .data is seen here, if not before
     return state.weights[key]

@@ -23,7 +23,7 @@ from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import Fp8State
 from thunder_te_exec.symbols import is_unclaimed_linear
 
-__all__ = ["Claim", "claims", "decide", "is_thin", "note_linears_of_others"]
+__all__ = ["Claim", "claims", "decide", "is_thin", "note_linears_of_others", "why_not_worth"]
 
 _DTYPES = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
 
@@ -132,7 +132,7 @@ def _why_not(
         return settings.why_no_backend
     return (
         _why_not_tensors(a, w, bias, settings.recipe)
-        or _why_not_worth(w, name, settings.te_filter)
+        or why_not_worth(tuple(w.shape), name, settings.te_filter)
         or _why_not_shape(a, w, settings.recipe)
     )
 
@@ -163,8 +163,14 @@ def _why_not_shape(a: TensorProxy, w: TensorProxy, recipe: Any) -> str | None:
     return None
 
 
-def _why_not_worth(w: TensorProxy, name: str, te_filter: Callable[[str, tuple[int, ...]], bool] | None) -> str | None:
-    shape = tuple(w.shape)
+def why_not_worth(
+    shape: tuple[int, ...], name: str, te_filter: Callable[[str, tuple[int, ...]], bool] | None
+) -> str | None:
+    """Why a linear whose weight has this shape and name is left out by choice; None where it is not.
+
+    Raises:
+        RuntimeError: ``te_filter`` raised; its exception is the cause.
+    """
     if te_filter is not None:
         try:
             wanted = te_filter(name, shape)

@@ -32,7 +32,7 @@ from thunder_te_exec.recipe import (
     quantization_params,
 )
 
-__all__ = ["TensorSpec", "alignment", "block_shape", "operand_specs"]
+__all__ = ["TensorSpec", "alignment", "block_shape", "is_transposable", "operand_specs"]
 
 
 class TensorSpec(NamedTuple):
@@ -63,6 +63,16 @@ def block_shape(recipe: Any, role: TensorRole) -> tuple[int, int] | None:
     if isinstance(recipe, NVFP4BlockScaling):
         return (16 if quantization_params(recipe, role).fp4_2d_quantization else 1, 16)
     return None
+
+
+def is_transposable(recipe: Any, role: TensorRole) -> bool:
+    """Whether the column-wise copy is the row-wise one with rows and columns exchanged, and can be made of it.
+
+    It is where both directions have the same scales. MXFP8 and NVFP4 are left out: their weights may have square
+    blocks, but packed or padded otherwise.
+    """
+    block = block_shape(recipe, role)
+    return block is None or (isinstance(recipe, Float8BlockScaling) and block[0] == block[1])
 
 
 def operand_specs(

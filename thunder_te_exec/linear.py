@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from thunder_te_exec import compat
-from thunder_te_exec.backends import Operand, Quantize
+from thunder_te_exec.backends import Matrix, Operand, Quantize
+from thunder_te_exec.fp8_weight import Fp8Weight, weight_format
 from thunder_te_exec.recipe import Product, TensorRole, quantization_params
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
@@ -66,10 +67,11 @@ class Calls(threading.local):
 
 
 class LinearContext(NamedTuple):
-    """What ``ctx_te_N`` is at run time: the linear, and the call that it ran in."""
+    """What ``ctx_te_N`` is at run time: the linear, the call that it ran in, and which copy of the weight was saved."""
 
     linear: Fp8Linear
     call: Call
+    weight_is_rowwise: bool
 
 
 class _Quantizers:
@@ -116,6 +118,7 @@ class Fp8Linear:
         self._weights = weights
         self._stochastic = quantization_params(settings.recipe, TensorRole.GRAD_OUTPUT).stochastic_rounding
         self._quantizers = _Quantizers(settings, slots, device)
+        self._weight_format = weight_format(settings.recipe)
         self._fprop, self._dgrad, self._wgrad = (settings.backend.gemm(settings.recipe, p, dtype) for p in Product)
 
     def __call__(
@@ -138,8 +141,8 @@ class Fp8Linear:
         if x is None:
             x = self._quantizers.input[weight_requires_grad](_matrix(a))
         wanted = input_requires_grad, weight_requires_grad
-        out, saved = self._forward(self._quantizers, x, a.shape, w, bias, *wanted, accumulate)
-        return out, saved, LinearContext(self, self._calls.forward)
+        out, saved, rowwise = self._forward(self._quantizers, x, a.shape, w, bias, *wanted, accumulate)
+        return out, saved, LinearContext(self, self._calls.forward, rowwise)
 
     def recompute(
         self,
@@ -161,12 +164,12 @@ class Fp8Linear:
             quantizers = self._replay
         x = quantizers.input[weight_requires_grad](_matrix(a))
         wanted = input_requires_grad, weight_requires_grad
-        out, saved = self._forward(quantizers, x, a.shape, w, bias, *wanted, accumulate)
-        return out, saved, first_run
+        out, saved, rowwise = self._forward(quantizers, x, a.shape, w, bias, *wanted, accumulate)
+        return out, saved, first_run._replace(weight_is_rowwise=rowwise)
 
     def backward(
         self,
-        call: Call,
+        ctx: LinearContext,
         a_shape: Sequence[int],
         saved: Saved,
         grad_output: torch.Tensor,
@@ -180,12 +183,14 @@ class Fp8Linear:
         g = _matrix(grad_output)
         grad_input = grad_weight = None
         if wanted.quantizes_grad_output:
-            quantize = self._quantizers_of_backward(call).grad[wanted.input, wanted.weight]
-            q = self._with_the_same_random_numbers(call, quantize, g) if self._stochastic else quantize(g)
+            quantize = self._quantizers_of_backward(ctx.call).grad[wanted.input, wanted.weight]
+            q = self._with_the_same_random_numbers(ctx.call, quantize, g) if self._stochastic else quantize(g)
             # The input's matrix, then the weight's, as far as wanted.
             x = saved[: len(saved) // 2] if wanted.input else saved
             weight = saved[len(saved) // 2 :] if wanted.weight else saved
             if wanted.input:
+                if ctx.weight_is_rowwise:
+                    weight = self._transpose_weight(weight)
                 grad_input = self._dgrad(q.rowwise, weight, None, _as_matrix(accumulate)).view(a_shape)
             if wanted.weight:
                 grad_weight = self._wgrad(q.columnwise, x, None)
@@ -201,17 +206,22 @@ class Fp8Linear:
         input_requires_grad: bool,
         weight_requires_grad: bool,
         accumulate: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, Saved]:
-        if self._weights is None:
+    ) -> tuple[torch.Tensor, Saved, bool]:
+        if isinstance(w, Fp8Weight):
+            q = w.operand_of(self._weight_format)
+        elif self._weights is None:
             q = quantizers.weight[input_requires_grad](w.contiguous())
         else:
             replay = quantizers is not self._quantizers
             q = self._weights.get(w, input_requires_grad, quantizers.weight, self._calls, replay=replay)
         out = self._fprop(x.rowwise, q.rowwise, bias, _as_matrix(accumulate))
         saved: Saved = x.columnwise if weight_requires_grad else ()
+        # A weight that is held in FP8 alone may be held row-wise only: backward transposes it, so that no transposed
+        # copy lives from forward to backward.
+        rowwise = q.columnwise is None
         if input_requires_grad:
-            saved += q.columnwise
-        return out.view(*a_shape[:-1], w.shape[0]), saved
+            saved += q.rowwise if rowwise else q.columnwise
+        return out.view(*a_shape[:-1], w.shape[0]), saved, rowwise
 
     def quantize_input(self, a: torch.Tensor, *, columnwise: bool) -> Operand:
         """The implementation of ``te_quantize_input``, of which this linear is the first reader."""
@@ -238,6 +248,10 @@ class Fp8Linear:
             return quantize(g)
         finally:
             generator.set_rng_state(now, *device)
+
+    @functools.cached_property
+    def _transpose_weight(self) -> Callable[[Matrix], Matrix]:
+        return self._settings.backend.transpose(self._settings.recipe, TensorRole.WEIGHT)
 
     @functools.cached_property
     def _replay(self) -> _Quantizers:
@@ -268,7 +282,7 @@ def fp8_linear_backward(
 ) -> Grads:
     """The implementation of ``te_functional_linear_backward``."""
     wanted = Wanted(input_requires_grad, weight_requires_grad, bias_requires_grad)
-    return ctx.linear.backward(ctx.call, a_shape, saved, grad_output, wanted, accumulate)
+    return ctx.linear.backward(ctx, a_shape, saved, grad_output, wanted, accumulate)
 
 
 class ScaleUpdate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,13 +61,15 @@ class WeightCache:
 
     Args:
         steps: counts optimizer steps.
-        one_scale: whether the whole weight has one scale, so that either direction is the other's transpose.
+        transpose: makes the column-wise matrix from the row-wise one; None where only a quantizer can.
         slot: of the weight under delayed scaling, else None. A frozen weight is quantized once more when the scale has
             been computed from its amax, and not again: its scale is the same in every later step.
     """
 
-    def __init__(self, steps: OptimizerSteps, *, one_scale: bool, slot: AmaxSlot | None) -> None:
-        self._steps, self._one_scale, self._slot = steps, one_scale, slot
+    def __init__(
+        self, steps: OptimizerSteps, *, transpose: Callable[[Matrix], Matrix] | None, slot: AmaxSlot | None
+    ) -> None:
+        self._steps, self._transpose, self._slot = steps, transpose, slot
         # Read and written as a whole, so that threads which call a function see one state of it.
         self._kept: _Kept | None = None
 
@@ -120,8 +122,7 @@ class WeightCache:
         return self._slot.group.updates
 
     def _other_direction(self, operand: Operand, weight: torch.Tensor, quantize: Sequence[Quantize]) -> Matrix:
-        if not self._one_scale:
+        if self._transpose is None:
             return quantize[True](weight.contiguous()).columnwise  # the same bits as if it had been asked for at once
         # Whatever the scale is by now: under delayed scaling it may have moved.
-        data, scale_inv = operand.rowwise
-        return data.t().contiguous(), scale_inv
+        return self._transpose(operand.rowwise)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from thunder_te_exec.backends.base import Backend, Gemm, Matrix, Operand, Quantize
-from thunder_te_exec.backends.reference import ReferenceBackend
+from thunder_te_exec.backends.reference import ReferenceBackend, dequantize
 from thunder_te_exec.backends.te import TransformerEngineBackend
 
-__all__ = ["BACKENDS", "Backend", "Gemm", "Matrix", "Operand", "Quantize", "default_backend"]
+__all__ = ["BACKENDS", "Backend", "Gemm", "Matrix", "Operand", "Quantize", "default_backend", "dequantize"]
 
 #: By the name that ``thunder.jit(..., te_backend=name)`` takes.
 BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (TransformerEngineBackend, ReferenceBackend)}

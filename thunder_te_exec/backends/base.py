@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from thunder_te_exec.layouts import block_shape, operand_specs
 from thunder_te_exec.recipe import Product, TensorRole
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
 
@@ -95,6 +96,29 @@ class Backend(ABC):
         Float32-accumulated, and rounded once to ``out_dtype``; where the recipe has ``use_split_accumulator=False``
         for the product, Hopper's faster, less exact accumulation is allowed.
         """
+
+    def transpose(self, recipe: Any, role: TensorRole) -> Callable[[Matrix], Matrix]:
+        """A function that makes the column-wise matrix of a tensor from its row-wise one, with the bits of a quantizer.
+
+        For recipes and roles that are ``layouts.is_transposable``.
+        """
+        transpose_data = self._transpose_data
+        if block_shape(recipe, role) is None:
+            return lambda matrix: (transpose_data(matrix[0]), matrix[1])
+
+        def transpose_blocks(matrix: Matrix) -> Matrix:
+            data, scale_inv = matrix
+            (spec, scale_spec) = operand_specs(recipe, role, tuple(data.shape), columnwise=True)
+            transposed = scale_inv.new_zeros(scale_spec.shape)
+            down, across = (-(-n // b) for n, b in zip(spec.shape, block_shape(recipe, role)))
+            transposed[:, :across] = scale_inv[:across, :down].t()
+            return transpose_data(data), transposed
+
+        return transpose_blocks
+
+    def _transpose_data(self, data: torch.Tensor) -> torch.Tensor:
+        """``data``, uint8 (R, C), as a contiguous (C, R)."""
+        return data.t().contiguous()
 
     @abstractmethod
     def update_scales(self, group: AmaxGroup, recipe: Any) -> None:

@@ -18,7 +18,7 @@ from thunder_te_exec.layouts import block_shape
 from thunder_te_exec.recipe import DelayedScaling, Product, TensorRole, fp8_dtype, quantization_params
 from thunder_te_exec.state import AmaxGroup, AmaxSlot
 
-__all__ = ["ReferenceBackend", "update_scales_unfused"]
+__all__ = ["ReferenceBackend", "dequantize", "update_scales_unfused"]
 
 
 class ReferenceBackend(Backend):
@@ -87,6 +87,14 @@ class ReferenceBackend(Backend):
 
     def update_scales(self, group: AmaxGroup, recipe: Any) -> None:
         update_scales_unfused(group, recipe)
+
+
+def dequantize(recipe: Any, role: TensorRole, rowwise: Matrix) -> torch.Tensor:
+    """The numbers of the row-wise matrix of a tensor, in float32 or higher."""
+    if block_shape(recipe, role) is not None:
+        return dequantize_blocks(recipe, role, rowwise, columnwise=False)
+    data, scale_inv = rowwise
+    return data.view(fp8_dtype(recipe, role)).float() * scale_inv
 
 
 def update_scales_unfused(group: AmaxGroup, recipe: DelayedScaling) -> None:

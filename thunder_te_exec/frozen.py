@@ -1,0 +1,199 @@
+"""Frozen weights in FP8 alone: ``quantize_frozen_`` and ``dequantize_``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from thunder_te_exec.autocast import default_recipe
+from thunder_te_exec.claim import why_not_worth
+from thunder_te_exec.fp8_weight import Fp8Weight, weight_format
+from thunder_te_exec.layouts import alignment, is_transposable
+from thunder_te_exec.recipe import TensorRole, check_supported
+
+__all__ = ["FrozenWeight", "dequantize_", "quantize_frozen_"]
+
+_FORMS = ("high_precision", "fp8")
+
+
+@dataclass(frozen=True)
+class FrozenWeight:
+    """What ``quantize_frozen_`` did with the weight of one linear.
+
+    Attributes:
+        weight: fully qualified name.
+        weight_shape: (out_features, in_features).
+        quantized: whether it is held in FP8 now.
+        reason: why it is not; "" for a quantized one.
+    """
+
+    weight: str
+    weight_shape: tuple[int, ...]
+    quantized: bool
+    reason: str
+
+
+def quantize_frozen_(
+    model: nn.Module,
+    recipe: Any = None,
+    *,
+    te_filter: Callable[[str, tuple[int, ...]], bool] | None = None,
+    keep_transposed: bool = False,
+    state_dict: str = "high_precision",
+) -> tuple[FrozenWeight, ...]:
+    """Hold the frozen weights of the ``nn.Linear`` of ``model`` in FP8 alone, in place, one weight after the other.
+
+    A weight takes one byte an element instead of two or four. Its numbers are from then on those that FP8 has. In a
+    function of ``thunder.jit(executors=[te_ex])`` a linear reads them as they are; elsewhere they are converted each
+    time. ``load_state_dict`` quantizes what it loads, weight by weight; on the ``meta`` device nothing is allocated, so
+    that ``to_empty`` and loading in parts bring in a model that was never there in high precision as a whole.
+
+    Args:
+        recipe: whose format weights get, the one that the model will run under; the device's default where not given.
+            For DelayedScaling the scale is the one that a frozen weight has for good, from its amax.
+        te_filter: as the option of ``thunder.jit``: chooses linears by the name and shape of their weight.
+        keep_transposed: keep the transposed copy, one more byte an element, that the gradient of a linear's input
+            needs; otherwise backward makes it each time.
+        state_dict: what ``state_dict()`` of the model gives for ``weight``: "high_precision" numbers of its type; or
+            "fp8", ``weight`` in torch's FP8 type and ``weight_scale_inv``, float32, which it is multiplied with.
+            Both can be loaded.
+
+    Returns:
+        For every linear, whether its weight is held in FP8, and if not, why.
+
+    Raises:
+        NotImplementedError: ``recipe`` is not supported, or scales rows and columns of a weight each by itself.
+        RuntimeError: nothing can quantize on a weight's device; what came before stays quantized.
+        ValueError: ``state_dict`` is another word.
+    """
+    if state_dict not in _FORMS:
+        raise ValueError(f"quantize_frozen_(state_dict={state_dict!r}): expected one of {', '.join(map(repr, _FORMS))}")
+    others = {
+        id(parameter): module_name
+        for module_name, module in model.named_modules()
+        if not isinstance(module, nn.Linear)
+        for parameter in module.parameters(recurse=False)
+    }
+    linears: dict[int, dict[str, nn.Linear]] = {}  # by weight, which several may have in common
+    for module_name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            linears.setdefault(id(module.weight), {})[f"{module_name}.weight".lstrip(".")] = module
+    report = []
+    for key, modules in linears.items():
+        name, module = next(iter(modules.items()))
+        weight = module.weight  # the only reference to it soon: one weight at a time is there twice
+        chosen = recipe if recipe is not None else default_recipe(weight.device)
+        _check(chosen)
+        reason = _why_not(name, weight, chosen, te_filter, others.get(key))
+        if not reason and not isinstance(weight, Fp8Weight):
+            weight = Fp8Weight.quantized(
+                weight, chosen, name, keep_transposed=keep_transposed, saves_fp8=state_dict == "fp8"
+            )
+            weight = nn.Parameter(weight, requires_grad=False)
+            for module in modules.values():
+                module.weight = weight
+                _add_hooks(module)
+        report += (FrozenWeight(name, tuple(weight.shape), not reason, reason) for name in modules)
+        del weight, module
+    return tuple(report)
+
+
+def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Undo ``quantize_frozen_``: make every weight that is held in FP8 an ordinary frozen parameter, in place.
+
+    Its numbers stay those that FP8 has.
+
+    Args:
+        dtype: of the weights; the type that they had where not given.
+    """
+    made: dict[int, nn.Parameter] = {}
+    held = []  # FP8 weights stay until all that have them in common were asked
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, Fp8Weight):
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(parameter.dequantize(dtype), parameter.requires_grad)
+                    held.append(parameter)
+                setattr(module, name, made[id(parameter)])
+    return model
+
+
+def _check(recipe: Any) -> None:
+    check_supported(recipe)
+    if not is_transposable(recipe, TensorRole.WEIGHT):
+        raise NotImplementedError(
+            f"quantize_frozen_: {type(recipe).__name__} scales rows and columns of a weight each by itself, so that "
+            f"what the gradient of the input needs cannot be made of what the output needs; use DelayedScaling, "
+            f"Float8CurrentScaling or Float8BlockScaling with square blocks"
+        )
+
+
+def _why_not(
+    name: str,
+    weight: torch.Tensor,
+    recipe: Any,
+    te_filter: Callable[[str, tuple[int, ...]], bool] | None,
+    other: str | None,
+) -> str:
+    if isinstance(weight, Fp8Weight):
+        found = type(weight.recipe).__name__
+        return "" if weight.format == weight_format(recipe) else f"held in FP8 already, as {found} has it"
+    if weight.requires_grad:
+        return "trained"
+    if other is not None:
+        return f"read by {other or 'the model itself'!r} too, which is no linear"
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"{weight.dtype}: expected float32, bfloat16 or float16"
+    multiple = alignment(recipe)
+    for what, size in zip(("out_features", "in_features"), weight.shape):
+        if size % multiple or size == 0:
+            return f"{size} {what}: FP8 GEMMs need a multiple of {multiple}"
+    return why_not_worth(tuple(weight.shape), name, te_filter) or ""
+
+
+def _add_hooks(linear: nn.Linear) -> None:
+    if _on_save not in linear._state_dict_hooks.values():
+        linear.register_state_dict_post_hook(_on_save)
+        linear.register_load_state_dict_pre_hook(_on_load)
+
+
+def _on_save(linear: nn.Linear, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+    key = f"{prefix}weight"
+    weight = state_dict.get(key)
+    if isinstance(weight, Fp8Weight):
+        if weight.saves_fp8:
+            state_dict[key], state_dict[f"{key}_scale_inv"] = weight.pair()
+        else:
+            state_dict[key] = weight.dequantize()
+
+
+def _on_load(
+    linear: nn.Linear,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Put one tensor that ``linear.weight`` can copy in the place of a pair, or that can take its place."""
+    key = f"{prefix}weight"
+    weight, found = linear.weight, state_dict.get(key)
+    if not isinstance(weight, Fp8Weight) or found is None:
+        return
+    scale_inv = state_dict.pop(f"{key}_scale_inv", None)
+    try:
+        if scale_inv is not None:
+            state_dict[key] = weight.of_pair(found, scale_inv)
+        elif found.element_size() == 1:
+            raise ValueError(f"{key} is {found.dtype} and {key}_scale_inv is missing: its numbers are not known")
+        elif local_metadata.get("assign_to_params_buffers"):
+            state_dict[key] = weight.requantized(found)
+    except (ValueError, RuntimeError) as e:
+        error_msgs.append(str(e))
+        state_dict.pop(key)
