@@ -1,4 +1,4 @@
-"""quantize_frozen_: frozen weights in FP8 alone give the bits of frozen weights that te_ex quantized, in less memory."""
+"""quantize_frozen_: frozen weights in FP8 alone give the bits of frozen weights that te_ex quantized, in less room."""
 
 from __future__ import annotations
 
@@ -155,6 +155,13 @@ def test_what_is_not_quantized_says_why() -> None:
     assert {w.weight: w.reason for w in again}["frozen.weight"] == "held in FP8 already, as DelayedScaling has it"
 
 
+def test_what_thunder_made_of_a_model_is_refused() -> None:
+    function = thunder.jit(stack(), executors=[te_ex])
+    for change in (quantize_frozen_, dequantize_):
+        with pytest.raises(TypeError, match="give the model itself"):
+            change(function)
+
+
 def test_linears_with_one_weight_still_have_one() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False)
     model[1].weight = model[0].weight
@@ -212,6 +219,7 @@ def test_a_compiled_function_follows_when_weights_are_quantized_and_dequantized(
         expected = reference(x)
         assert torch.equal(function(x), expected)
         quantize_frozen_(module, Float8CurrentScaling())
+        assert isinstance(function.get_parameter("0.weight"), Fp8Weight)
         assert torch.equal(function(x), expected)
         dequantize_(module)
         assert torch.equal(function(x), compiled(copy.deepcopy(module), "current")(x))

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from thunder_te_exec import compat  # noqa: F401  (before thunder)
+
+from thunder.core.module import ThunderModule
+
 from thunder_te_exec.autocast import default_recipe
 from thunder_te_exec.claim import why_not_worth
 from thunder_te_exec.fp8_weight import Fp8Weight, weight_format
@@ -68,37 +72,32 @@ def quantize_frozen_(
     Raises:
         NotImplementedError: ``recipe`` is not supported, or scales rows and columns of a weight each by itself.
         RuntimeError: nothing can quantize on a weight's device; what came before stays quantized.
+        TypeError: ``model`` came from ``thunder.jit``: functions follow when the model that they were made of changes.
         ValueError: ``state_dict`` is another word.
     """
     if state_dict not in _FORMS:
         raise ValueError(f"quantize_frozen_(state_dict={state_dict!r}): expected one of {', '.join(map(repr, _FORMS))}")
-    others = {
+    others = {  # by weight, what reads it and is no linear
         id(parameter): module_name
-        for module_name, module in model.named_modules()
+        for module_name, module in _unjitted(model, "quantize_frozen_").named_modules()
         if not isinstance(module, nn.Linear)
         for parameter in module.parameters(recurse=False)
     }
-    linears: dict[int, dict[str, nn.Linear]] = {}  # by weight, which several may have in common
+    report = []
     for module_name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            linears.setdefault(id(module.weight), {})[f"{module_name}.weight".lstrip(".")] = module
-    report = []
-    for key, modules in linears.items():
-        name, module = next(iter(modules.items()))
-        weight = module.weight  # the only reference to it soon: one weight at a time is there twice
-        chosen = recipe if recipe is not None else default_recipe(weight.device)
-        _check(chosen)
-        reason = _why_not(name, weight, chosen, te_filter, others.get(key))
-        if not reason and not isinstance(weight, Fp8Weight):
-            weight = Fp8Weight.quantized(
-                weight, chosen, name, keep_transposed=keep_transposed, saves_fp8=state_dict == "fp8"
-            )
-            weight = nn.Parameter(weight, requires_grad=False)
-            for module in modules.values():
-                module.weight = weight
+            name, weight = f"{module_name}.weight".lstrip("."), module.weight
+            chosen = recipe if recipe is not None else default_recipe(weight.device)
+            _check(chosen)
+            reason = _why_not(name, weight, chosen, te_filter, others.get(id(weight)))
+            if not reason:
+                if not isinstance(weight, Fp8Weight):
+                    fp8 = Fp8Weight.quantized(
+                        weight, chosen, name, keep_transposed=keep_transposed, saves_fp8=state_dict == "fp8"
+                    )
+                    _become(weight, name, fp8)
                 _add_hooks(module)
-        report += (FrozenWeight(name, tuple(weight.shape), not reason, reason) for name in modules)
-        del weight, module
+            report.append(FrozenWeight(name, tuple(weight.shape), not reason, reason))
     return tuple(report)
 
 
@@ -110,16 +109,24 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
     Args:
         dtype: of the weights; the type that they had where not given.
     """
-    made: dict[int, nn.Parameter] = {}
-    held = []  # FP8 weights stay until all that have them in common were asked
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if isinstance(parameter, Fp8Weight):
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(parameter.dequantize(dtype), parameter.requires_grad)
-                    held.append(parameter)
-                setattr(module, name, made[id(parameter)])
+    for name, parameter in _unjitted(model, "dequantize_").named_parameters():
+        if isinstance(parameter, Fp8Weight):
+            _become(parameter, name, parameter.dequantize(dtype))
     return model
+
+
+def _unjitted(model: nn.Module, function: str) -> nn.Module:
+    if isinstance(model, ThunderModule):
+        raise TypeError(f"{function}: got what thunder.jit made of a model; give the model itself, before or after")
+    return model
+
+
+def _become(parameter: nn.Parameter, name: str, weight: torch.Tensor) -> None:
+    """Make ``parameter`` hold ``weight``, for all that refer to it: linears, optimizers, functions of thunder.jit."""
+    try:
+        torch.utils.swap_tensors(parameter, nn.Parameter(weight, requires_grad=parameter.requires_grad))
+    except RuntimeError as e:
+        raise RuntimeError(f"{name}: cannot be exchanged for its other form: {e}") from e
 
 
 def _check(recipe: Any) -> None:
