@@ -95,7 +95,7 @@ class TransformerEngineBackend(Backend):
     def _transpose_data(self, data: torch.Tensor) -> torch.Tensor:
         import transformer_engine_torch as tex
 
-        return tex.fp8_transpose(data, compat.te_dtype(torch.float8_e4m3fn))  # of any type of one byte
+        return tex.fp8_transpose(data, compat.te_dtype(torch.float8_e4m3fn), out=None)  # of any type of one byte
 
     def update_scales(self, group: AmaxGroup, recipe: Any) -> None:
         if has_functions(recipe):

@@ -108,7 +108,7 @@ def _per_tensor(
         transpose = q._transpose
         if columnwise and transpose is None:
             # From Blackwell on, TE's GEMM also reads the other layout, and its quantizer makes no transpose.
-            transpose = tex.fp8_transpose(q._data, dtype)
+            transpose = tex.fp8_transpose(q._data, dtype, out=None)
         return Operand((q._data, q._scale_inv) if rowwise else None, (transpose, q._scale_inv) if columnwise else None)
 
     return quantizer, read
