@@ -20,7 +20,10 @@ After::
     g = matmul(ga, cat([A2, A1], 0))
 
 Such a product does little but read ``x``, which is read once now. What is split is views: no kernel, and no more memory
-is saved. Every number is the same sum of K or M products, which another kernel may add up in another order.
+is saved. Every number is the same sum of K or M products in float32, which a kernel for another shape may add up in
+another order: an error of at most K or M times 2**-24 of the sum of their magnitudes, and then the same rounding.
+
+Where the concatenated weights are read in backward they are made again: they are small, and the weights are there.
 
 Merged is what gives at most ``WIDEST`` features from 8 times as many; in forward, where concatenating the weights moves
 no more than reading ``x`` again did. The gradients' concatenation is there already where ``x`` has a gradient. An
@@ -66,15 +69,16 @@ class _Group:
         members: the products, in order.
         at: the symbol in whose place the merged product stands: the first forward linear, or the last gradient or the
             concatenation.
-        until: the place of the first symbol that reads one of the gradients.
-        cat: a concatenation that the trace has of what gradients are made from, if any.
+        until: for gradients, the place of the first symbol that reads one of them.
+        parts: for gradients, what each is made from beside the shared tensor.
+        cat: a concatenation of all ``parts`` that the trace has anyway; None where it has none.
     """
 
     members: list[BoundSymbol]
     at: BoundSymbol
     until: int = 0
-    cat: BoundSymbol | None = None
     parts: list[_Value] = field(default_factory=list)
+    cat: BoundSymbol | None = None
 
 
 def merged_adapters(trace: TraceCtx) -> TraceCtx:
@@ -98,7 +102,7 @@ def merged_adapters(trace: TraceCtx) -> TraceCtx:
 
 
 def _is_thin(narrow: int, wide: int) -> bool:
-    return narrow <= WIDEST and 8 * narrow <= wide
+    return 0 < narrow <= WIDEST and 8 * narrow <= wide
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------

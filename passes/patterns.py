@@ -60,6 +60,8 @@ _POINTWISE = symbol_ids(
         *(prims.tanh, prims.convert_element_type, prims.broadcast_in_dim, prims.shallow_copy),
     ),
 )
+# Of these a broadcast and a shallow copy give views.
+_COMPUTES = (_POINTWISE | _MATMULS) - symbol_ids(primitives=(prims.broadcast_in_dim, prims.shallow_copy))
 _PERMUTES = symbol_ids("permute", primitives=(prims.transpose,))
 _TRANSPOSES = _PERMUTES | symbol_ids("transpose")
 _CATS = symbol_ids("cat", primitives=(prims.cat,))
@@ -150,8 +152,7 @@ def computes(bsym: BoundSymbol) -> bool:
     if bsym.sym.id in _CASTS:
         source = cast_from(bsym)
         return source is not None and source.dtype != bsym.output.dtype
-    views = (prims.broadcast_in_dim.id, prims.shallow_copy.id)
-    return bsym.sym.id in (_POINTWISE | _MATMULS) - set(views) or is_linear_of_others(bsym)
+    return bsym.sym.id in _COMPUTES or is_linear_of_others(bsym)
 
 
 def is_pointwise(bsym: BoundSymbol) -> bool:
