@@ -44,7 +44,7 @@ class Adapted(nn.Module):
 
 
 def adapted(*ranks: int, low: Callable | None = None, frozen: str = "") -> Adapted:
-    """``low(self, i, x)`` is what adapter ``i`` computes first, ``frozen`` what names of frozen parameters begin with."""
+    """``low(self, i, x)`` is what adapter ``i`` computes first; names of frozen parameters begin with ``frozen``."""
     module = Adapted(*ranks)
     if low is not None:
         module.low = low.__get__(module)
@@ -59,9 +59,9 @@ def whole_input(requires_grad: bool = True, rows: int = ROWS) -> torch.Tensor:
     return x.requires_grad_(requires_grad)
 
 
-def merged(module: nn.Module, x: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
+def merged(module: nn.Module, x: torch.Tensor, **options) -> tuple[list[list[int]], list[list[int]]]:
     """The sizes that merged products are split into, in forward and in backward."""
-    _, after = joint_trace(module, x, te_fp8_recipe=powers_of_two())
+    _, after = joint_trace(module, x, te_fp8_recipe=powers_of_two(), **options)
     splits = [b for b in after.bound_symbols if b.sym.id in SPLITS]
     backward = [BoundSymbolTag.BACKWARD in b.tags for b in splits]
     return tuple([list(b.args[1]) for b, late in zip(splits, backward) if late is which] for which in (False, True))
@@ -171,6 +171,29 @@ def test_a_returned_result_of_an_adapter_has_memory_of_its_own() -> None:
     assert merged(module, x)[0] == [[8, 2]]
     y, b = thunder.jit(module, executors=[te_ex], te_fp8_recipe=powers_of_two())(x)
     assert b.untyped_storage().nbytes() == b.nbytes
+
+
+def test_what_an_fp8_gemm_accumulates_into_or_quantizes_has_memory_of_its_own() -> None:
+    class Thin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fp8 = nn.ModuleList(nn.Linear(128, 16, bias=False) for _ in range(2))
+            self.A = nn.ModuleList(nn.Linear(128, 16, bias=False) for _ in range(4))
+            self.fp8_too = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+
+        def forward(self, x):
+            into = [fp8(x) + A(x) for fp8, A in zip(self.fp8, self.A)]
+            return *into, *(fp8(A(x)) for fp8, A in zip(self.fp8_too, list(self.A)[2:]))
+
+    torch.manual_seed(0)
+    module, x = Thin(), torch.randint(-2, 3, (64, 128)).float()
+    for parameter in module.parameters():
+        parameter.data = torch.randint(-1, 2, parameter.shape).float()
+    module.requires_grad_(False)
+    options = {"te_filter": lambda name, shape: "fp8" in name}
+    assert merged(module, x, **options) == ([], [])
+    ours = thunder.jit(module, executors=[te_ex], te_fp8_recipe=powers_of_two(), **options)(x)
+    assert same(ours[:2], module(x)[:2])
 
 
 def test_few_rows_are_not_worth_a_concatenation() -> None:
