@@ -3,6 +3,7 @@
 from thunder_te_exec.passes.differentiable_once import differentiable_once
 from thunder_te_exec.passes.fewest_saved_tensors import fewest_saved_tensors
 from thunder_te_exec.passes.fp8_meta_sync import fp8_meta_sync
+from thunder_te_exec.passes.merged_adapters import merged_adapters
 from thunder_te_exec.passes.needed_gradients import needed_gradients
 from thunder_te_exec.passes.number_linears import number_linears
 from thunder_te_exec.passes.recomputed_activations import recomputed_activations
@@ -19,6 +20,7 @@ __all__ = [
     "differentiable_once",
     "fewest_saved_tensors",
     "fp8_meta_sync",
+    "merged_adapters",
     "needed_gradients",
     "number_linears",
     "recomputed_activations",
@@ -39,6 +41,7 @@ PASSES = (
     redundant_casts,
     small_scalings,
     sums_in_gemms,
+    merged_adapters,
     shared_inputs,
     recomputed_activations,
     fp8_meta_sync,
@@ -48,4 +51,11 @@ PASSES = (
 
 #: Of ``PASSES``, those that rewrite other symbols than ours. They run where a linear is claimed and nothing is written
 #: to in place: they read tensors elsewhere than the program does.
-OPTIMIZATIONS = (redundant_casts, small_scalings, sums_in_gemms, shared_inputs, recomputed_activations)
+OPTIMIZATIONS = (
+    redundant_casts,
+    small_scalings,
+    sums_in_gemms,
+    merged_adapters,
+    shared_inputs,
+    recomputed_activations,
+)

@@ -21,6 +21,8 @@ __all__ = [
     "Uses",
     "adds",
     "cast_from",
+    "computes",
+    "concatenated",
     "is_add",
     "is_matmul",
     "is_plain_linear",
@@ -31,6 +33,7 @@ __all__ = [
     "scaled_by",
     "symbol_ids",
     "symbol_like",
+    "transposed_from",
     "widened_from",
     "writes_in_place",
 ]
@@ -57,7 +60,11 @@ _POINTWISE = symbol_ids(
         *(prims.tanh, prims.convert_element_type, prims.broadcast_in_dim, prims.shallow_copy),
     ),
 )
-_TRANSPOSES = symbol_ids("permute", "transpose", primitives=(prims.transpose,))
+# Of these a broadcast and a shallow copy give views.
+_COMPUTES = (_POINTWISE | _MATMULS) - symbol_ids(primitives=(prims.broadcast_in_dim, prims.shallow_copy))
+_PERMUTES = symbol_ids("permute", primitives=(prims.transpose,))
+_TRANSPOSES = _PERMUTES | symbol_ids("transpose")
+_CATS = symbol_ids("cat", primitives=(prims.cat,))
 
 
 def cast_from(bsym: BoundSymbol) -> TensorProxy | None:
@@ -126,6 +133,26 @@ def is_reshape(bsym: BoundSymbol) -> bool:
 def is_view(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` changes the shape of its first argument, or the order of its dimensions."""
     return bsym.sym.id in _RESHAPES or bsym.sym.id in _TRANSPOSES
+
+
+def transposed_from(bsym: BoundSymbol) -> TensorProxy | None:
+    """The matrix that ``bsym`` transposes; None where it does something else."""
+    if bsym.sym.id not in _PERMUTES or bsym.output.ndim != 2 or tuple(bsym.args[1]) != (1, 0):
+        return None
+    return bsym.args[0]
+
+
+def concatenated(bsym: BoundSymbol, dim: int) -> list[TensorProxy]:
+    """The tensors that ``bsym`` concatenates along dimension ``dim``; none where it does something else."""
+    return list(bsym.args[0]) if bsym.sym.id in _CATS and bsym.args[1:] == (dim,) else []
+
+
+def computes(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` is a product or pointwise, and its result a tensor of its own, no view of what it reads."""
+    if bsym.sym.id in _CASTS:
+        source = cast_from(bsym)
+        return source is not None and source.dtype != bsym.output.dtype
+    return bsym.sym.id in _COMPUTES or is_linear_of_others(bsym)
 
 
 def is_pointwise(bsym: BoundSymbol) -> bool:

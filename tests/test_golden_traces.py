@@ -55,6 +55,7 @@ def test_each_pass_rewrites_its_program_as_its_golden_trace_shows(name, golden) 
         "redundant_casts": lora_mlp_in_bfloat16,
         "small_scalings": lora_mlp_in_bfloat16,
         "sums_in_gemms": lora_mlp_in_bfloat16,
+        "merged_adapters": lora_mlp_in_bfloat16,
         "shared_inputs": lora_mlp_in_bfloat16,
         "recomputed_activations": lora_mlp_in_bfloat16,
         "differentiable_once": only_the_last_bias_trained,

@@ -23,6 +23,7 @@ from thunder_te_exec.passes import (
     differentiable_once,
     fewest_saved_tensors,
     fp8_meta_sync,
+    merged_adapters,
     needed_gradients,
     number_linears,
     recomputed_activations,
@@ -33,7 +34,7 @@ from thunder_te_exec.passes import (
     sums_in_gemms,
     zero_gradients,
 )
-from thunder_te_exec.passes.patterns import cast_from, is_matmul, is_pointwise, scaled_by
+from thunder_te_exec.passes.patterns import cast_from, is_matmul, is_plain_linear, is_pointwise, scaled_by
 from thunder_te_exec.symbols import (
     ctx_of,
     is_te_backward,
@@ -121,6 +122,13 @@ def adds_up_in_gemms(trace: TraceCtx) -> bool:
     return all("accumulate" in b.kwargs for b in (*forward, *backward)) and len(adapters) == 1
 
 
+def reads_each_tensor_once_for_its_adapters(trace: TraceCtx) -> bool:
+    inputs = [b.args[0].name for b in trace.bound_symbols if is_plain_linear(b)]
+    shapes = [tuple(b.output.shape) for b in trace.bound_symbols if is_matmul(b)]
+    # The gradients of gate's and up's first matrices, of rank 8.
+    return len(inputs) == len(set(inputs)) and shapes.count((16, 64)) == 1 and shapes.count((8, 64)) == 0
+
+
 def quantizes_each_input_once(trace: TraceCtx) -> bool:
     inputs = [b.args[0].name for b in trace.bound_symbols if is_te_quantize(b)]
     forward, _ = both_directions(trace)
@@ -155,6 +163,7 @@ GUARANTEES = {
     redundant_casts: casts_nothing_there_and_back,
     small_scalings: multiplies_small_tensors_by_numbers,
     sums_in_gemms: adds_up_in_gemms,
+    merged_adapters: reads_each_tensor_once_for_its_adapters,
     shared_inputs: quantizes_each_input_once,
     recomputed_activations: saves_nothing_that_is_cheap_to_compute,
     differentiable_once: checks_last_that_no_graph_was_asked_for,
@@ -165,6 +174,7 @@ PROGRAMS = {
     redundant_casts: lora_mlp_in_bfloat16,
     small_scalings: lora_mlp_in_bfloat16,
     sums_in_gemms: lora_mlp_in_bfloat16,
+    merged_adapters: lora_mlp_in_bfloat16,
     shared_inputs: lora_mlp_in_bfloat16,
     recomputed_activations: lora_mlp_in_bfloat16,
     differentiable_once: only_the_last_bias_trained,
