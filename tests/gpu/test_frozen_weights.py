@@ -24,6 +24,12 @@ def stack(dtype: torch.dtype) -> nn.Sequential:
     return module
 
 
+def used(matrix: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The scales of a matrix without their padding, which the kernels leave as it was."""
+    data, scale_inv = matrix
+    return scale_inv if scale_inv.ndim == 1 else scale_inv[tuple(slice(-(-n // 128)) for n in data.shape)]
+
+
 def batch(n: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(48, 64, generator=torch.Generator().manual_seed(n)).to("cuda", dtype)
 
@@ -48,7 +54,8 @@ def test_the_reference_on_the_cpu_makes_the_same_bits(recipe, dtype) -> None:
         for device in ("cuda", "cpu")
     )
     for mine, theirs in zip(one.operand, other.operand):
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, theirs))
+        assert torch.equal(mine[0].cpu(), theirs[0])
+        assert torch.equal(used(mine).cpu(), used(theirs))
     assert torch.equal(one.cpu().dequantize(), other.dequantize()) and torch.equal(
         one.dequantize().cpu(), other.dequantize()
     )
@@ -63,9 +70,7 @@ def test_a_transposed_matrix_has_the_bits_of_one_that_was_quantized(recipe, shap
     q = quantize(torch.randn(shape, device=device))
     data, scale_inv = backend.transpose(recipe, TensorRole.WEIGHT)(q.rowwise)
     assert torch.equal(data, q.columnwise[0])
-    blocks = tuple(-(-n // 128) for n in reversed(shape))
-    used = slice(None) if scale_inv.ndim == 1 else tuple(slice(n) for n in blocks)  # the rest is padding
-    assert torch.equal(scale_inv[used], q.columnwise[1][used]) and scale_inv.shape == q.columnwise[1].shape
+    assert torch.equal(used((data, scale_inv)), used(q.columnwise)) and scale_inv.shape == q.columnwise[1].shape
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
