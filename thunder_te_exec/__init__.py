@@ -6,6 +6,7 @@ from thunder_te_exec.autocast import autocast
 from thunder_te_exec.checkpoint import fp8_state_dict, load_fp8_state_dict
 from thunder_te_exec.claim import Claim, claims, is_thin
 from thunder_te_exec.executor import te_ex
+from thunder_te_exec.jit_blocks import jit_blocks
 
 __all__ = [
     "Claim",
@@ -13,6 +14,7 @@ __all__ = [
     "claims",
     "fp8_state_dict",
     "is_thin",
+    "jit_blocks",
     "load_fp8_state_dict",
     "recipe",
     "te_ex",

@@ -9,12 +9,17 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch.utils.checkpoint import CheckpointFunction as _Reentrant
 
 # lightning-thunder 0.2.6 looks these up on torch.Tensor at import; torch >= 2.13 no longer has them.
 _NAMED_TENSOR_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
@@ -126,6 +131,36 @@ def _raise_if_grad_enabled(message: str) -> None:
         raise RuntimeError(message)
 
 
+def checkpoint_under_way() -> tuple[Any, Any] | None:
+    """(the checkpoint, its second run) of the innermost ``torch.utils.checkpoint`` that is running; None outside.
+
+    The checkpoint is an object that its first run and the second ones, which happen in backward, have in common. The
+    second run is None in the first one, and with ``use_reentrant=False`` an object of its own in each second one; with
+    ``use_reentrant=True`` it is the checkpoint.
+
+    torch has no function that says so. What it has is the hook that such a run puts on tensors that are saved, which
+    knows its checkpoint, or the function that is being run.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__:
+        pack = inspect.unwrap(hooks[0])
+        known = dict(zip(pack.__code__.co_freevars, (cell.cell_contents for cell in pack.__closure__)))
+        return (known["frame"], None) if "frame" in known else (known["target_frame_ref"](), pack)
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        return None  # neither run of a reentrant checkpoint
+    forward, backward = (f.__code__ for f in (_Reentrant.forward, _Reentrant.backward))
+    frame = sys._getframe()
+    while frame is not None and frame.f_code not in (forward, backward):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    checkpoint = frame.f_locals["ctx"]
+    if frame.f_code is backward:
+        return checkpoint, checkpoint
+    # Where nothing wants a gradient there is no second run.
+    return (checkpoint, None) if any(checkpoint.needs_input_grad) else None
+
+
 def jitted_compile_data(fn: Any) -> Any:
     """The CompileData of a function or module returned by ``thunder.jit``.
 
@@ -136,6 +171,56 @@ def jitted_compile_data(fn: Any) -> Any:
     if cd is None:
         raise TypeError(f"expected a function or module returned by thunder.jit, got {type(fn).__name__}")
     return cd
+
+
+def all_compile_data(fn: Any) -> list[Any]:
+    """The CompileData of ``fn``, returned by ``thunder.jit``, or of each part of it, returned by ``jit_blocks``.
+
+    Raises:
+        TypeError: ``fn`` did not come from either.
+    """
+    if getattr(fn, "_lc_cd", None) is None and isinstance(fn, torch.nn.Module):
+        forwards = (vars(module).get("forward") for module in fn.modules())
+        found = [forward._lc_cd for forward in forwards if hasattr(forward, "_lc_cd")]
+        if found:
+            return found
+    return [jitted_compile_data(fn)]
+
+
+@contextmanager
+def compiling(compile_data: Any, compile_stats: Any) -> Iterator[None]:
+    """What happens inside is part of a compilation of the jitted function of ``compile_data``."""
+    from thunder.core.compile_data import compile_data_and_stats
+
+    with compile_data_and_stats(compile_data, compile_stats):
+        yield
+
+
+def prologue_for(entry: Any, module: torch.nn.Module) -> Callable[..., Any]:
+    """The prologue of ``entry``, a CacheEntry of a module that is like ``module``, made to read ``module``."""
+    from thunder.core.trace import from_trace
+
+    trace = from_trace(entry.prologue_traces[-1])
+    trace.fn, trace.bound_symbols = module, entry.prologue_traces[-1].bound_symbols
+    return trace.python_callable(include_decorators=False)
+
+
+def entry_for(entry: Any, prologue: Callable[..., Any], rewrite: Callable[[Any], Any]) -> Any:
+    """``entry`` with another prologue, and with functions made anew from its traces, each after ``rewrite``.
+
+    As lightning-thunder 0.2.6 makes them (``apply_transforms_and_build_cache_entry``).
+    """
+    from thunder.common import transform_to_torch_types
+
+    forward = rewrite(entry.computation_traces[-1])
+    backward = [rewrite(trace) for trace in entry.backward_traces[-1:]]
+    return entry._replace(
+        prologue_fn=prologue,
+        computation_fn=transform_to_torch_types(forward).python_callable(),
+        computation_traces=[forward],
+        backward_fn=backward[0].python_callable() if backward else None,
+        backward_traces=backward,
+    )
 
 
 def copy_jitted_modules_by(deepcopy: Callable[[Any, dict[int, Any]], Any]) -> None:
