@@ -45,7 +45,7 @@ from thunder_te_exec.symbols import (
 )
 from thunder_te_exec.weight_cache import OptimizerSteps, WeightCache
 
-__all__ = ["Plan", "bind", "bound", "linear_keys", "rebound"]
+__all__ = ["Plan", "bind", "bound", "linear_keys"]
 
 
 class PlannedLinear(NamedTuple):
@@ -71,29 +71,38 @@ class Plan(NamedTuple):
     recomputes: dict[str, str]
 
 
-class Bound(NamedTuple):
-    """What the symbols of a compiled function run, by their names, and the context that its forward runs in."""
-
-    calls: dict[str, Callable[..., Any]]
-    context: Fp8ForwardContext
+#: The name of the context that a forward runs in (``thunder_te_exec.forward_context``).
+_CONTEXT = "te_fp8_recipe"
 
 
-#: ``run_by(symbol, fn)`` gives the symbol that runs ``fn``.
-RunBy = Callable[[Symbol, Callable[..., Any]], Symbol]
-
-
-def bind(trace: TraceCtx, keys_of_outputs: dict[str, LinearKey], run_by: RunBy) -> TraceCtx:
+def bind(
+    trace: TraceCtx, keys_of_outputs: dict[str, LinearKey], run_by: Callable[[Symbol, Callable[..., Any]], Symbol]
+) -> TraceCtx:
     """Bind the linears and scale updates of ``trace``.
 
     Args:
         trace: after all passes.
         keys_of_outputs: what :func:`linear_keys` found before them.
-        run_by: makes a symbol run what it is bound to.
+        run_by: ``run_by(symbol, fn)`` gives the symbol that runs ``fn``.
     """
     compile_data, compile_stats = compat.current_compilation()
     plan = _plan(trace, keys_of_outputs, Fp8State.of(compile_data))
     EntriesByContext.of(compile_data, compile_stats).planned(compile_stats.last_traces, plan)
-    return rebound(trace, bound(plan), run_by)
+    objects = bound(plan)
+
+    def rebind(bsym: BoundSymbol) -> BoundSymbol:
+        if is_te_linear(bsym):
+            return bsym.from_bsym(
+                sym=run_by(bsym.sym, objects[bsym.sym.name]),
+                _import_ctx={"transformer_engine": forward_context},
+                _object_ctx={_CONTEXT: objects[_CONTEXT]},
+            )
+        others = te_sync_fp8_meta_bwd, te_differentiable_once
+        if is_te_quantize(bsym) or is_te_recompute(bsym) or bsym.sym in others:
+            return bsym.from_bsym(sym=run_by(bsym.sym, objects[bsym.sym.name]))
+        return bsym
+
+    return with_bound_symbols(trace, map(rebind, trace.bound_symbols), "Binding of FP8 linears")
 
 
 def _plan(trace: TraceCtx, keys_of_outputs: dict[str, LinearKey], state: Fp8State) -> Plan:
@@ -119,8 +128,8 @@ def _plan(trace: TraceCtx, keys_of_outputs: dict[str, LinearKey], state: Fp8Stat
     )
 
 
-def bound(plan: Plan) -> Bound:
-    """What the symbols of a trace of ``plan`` run in the function that is being compiled: with its state."""
+def bound(plan: Plan) -> dict[str, Any]:
+    """What symbols of a trace of ``plan`` run, and its context, by their names, in the function that is compiled."""
     compile_data, _ = compat.current_compilation()
     state = Fp8State.of(compile_data)
     devices = dict.fromkeys(linear.device for linear in plan.linears.values())
@@ -137,34 +146,14 @@ def bound(plan: Plan) -> Bound:
         weights = _weight_cache(state, linear, recipes[linear.device], chosen, slots[name])
         ops[name] = Fp8Linear(chosen, slots[name], linear.device, linear.dtype, calls, weights)
     context = Fp8ForwardContext(calls, updates[True], recomputes=bool(plan.recomputes), checkpointed=state.checkpointed)
-    return Bound(
-        {
-            **ops,
-            **{name: ops[first_reader[output]].quantize_input for name, output in plan.quantizes.items()},
-            **{name: ops[linear].recompute for name, linear in plan.recomputes.items()},
-            te_sync_fp8_meta_bwd.name: BackwardSync(calls, updates[False]),
-            te_differentiable_once.name: differentiable_once,
-        },
-        context,
-    )
-
-
-def rebound(trace: TraceCtx, to: Bound, run_by: RunBy) -> TraceCtx:
-    """``trace`` with the symbols that are bound running what they run in ``to``."""
-
-    def rebind(bsym: BoundSymbol) -> BoundSymbol:
-        if is_te_linear(bsym):
-            return bsym.from_bsym(
-                sym=run_by(bsym.sym, to.calls[bsym.sym.name]),
-                _import_ctx={"transformer_engine": forward_context},
-                _object_ctx={"te_fp8_recipe": to.context},
-            )
-        others = te_sync_fp8_meta_bwd, te_differentiable_once
-        if is_te_quantize(bsym) or is_te_recompute(bsym) or bsym.sym in others:
-            return bsym.from_bsym(sym=run_by(bsym.sym, to.calls[bsym.sym.name]))
-        return bsym
-
-    return with_bound_symbols(trace, map(rebind, trace.bound_symbols), "Binding of FP8 linears")
+    return {
+        **ops,
+        **{name: ops[first_reader[output]].quantize_input for name, output in plan.quantizes.items()},
+        **{name: ops[linear].recompute for name, linear in plan.recomputes.items()},
+        te_sync_fp8_meta_bwd.name: BackwardSync(calls, updates[False]),
+        te_differentiable_once.name: differentiable_once,
+        _CONTEXT: context,
+    }
 
 
 def _delayed_scaling(

@@ -119,7 +119,7 @@ def _linear_of_entry(name: str) -> str:
 
 
 def _problems(state: Fp8State, entries: Mapping[str, torch.Tensor]) -> tuple[set[str], set[str], list[str]]:
-    """What keeps ``entries`` from being the state of a function that has been called: missing, unexpected, misshapen."""
+    """What does not fit the state of a function that has been called: missing, unexpected, misshapen."""
     targets = _named_tensors(state, state.slots)
     misshapen = [
         f"{name} {tuple(entries[name].shape)}, expected {tuple(target.shape)}"

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -196,31 +196,46 @@ def compiling(compile_data: Any, compile_stats: Any) -> Iterator[None]:
         yield
 
 
-def prologue_for(entry: Any, module: torch.nn.Module) -> Callable[..., Any]:
-    """The prologue of ``entry``, a CacheEntry of a module that is like ``module``, made to read ``module``."""
-    from thunder.core.trace import from_trace
+class Program:
+    """The function of a trace, that can be made again with other objects bound."""
 
-    trace = from_trace(entry.prologue_traces[-1])
-    trace.fn, trace.bound_symbols = module, entry.prologue_traces[-1].bound_symbols
-    return trace.python_callable(include_decorators=False)
+    def __init__(self, trace: Any, **options: Any) -> None:
+        self._name = trace.siginfo().name
+        self._code = compile(trace.python(**options), f"thunder.{self._name}", "exec")
+        self._objects = {**trace.python_ctx(), "thunder": thunder}
+
+    def bound_to(self, objects: Mapping[str, Any]) -> Callable[..., Any]:
+        """The function, with ``objects`` under the names that the trace has for them."""
+        namespace = {**self._objects, **objects}
+        exec(self._code, namespace)
+        return namespace.pop(self._name)
 
 
-def entry_for(entry: Any, prologue: Callable[..., Any], rewrite: Callable[[Any], Any]) -> Any:
-    """``entry`` with another prologue, and with functions made anew from its traces, each after ``rewrite``.
+class EntryPrograms:
+    """The programs of a CacheEntry, from which an entry for another module that is alike can be made.
 
-    As lightning-thunder 0.2.6 makes them (``apply_transforms_and_build_cache_entry``).
+    Made as lightning-thunder 0.2.6 makes them (``apply_transforms_and_build_cache_entry``).
     """
-    from thunder.common import transform_to_torch_types
 
-    forward = rewrite(entry.computation_traces[-1])
-    backward = [rewrite(trace) for trace in entry.backward_traces[-1:]]
-    return entry._replace(
-        prologue_fn=prologue,
-        computation_fn=transform_to_torch_types(forward).python_callable(),
-        computation_traces=[forward],
-        backward_fn=backward[0].python_callable() if backward else None,
-        backward_traces=backward,
-    )
+    def __init__(self, entry: Any) -> None:
+        from thunder.common import transform_to_torch_types
+
+        self.entry = entry
+        self._prologue = Program(entry.prologue_traces[-1], include_decorators=False)
+        self._forward = Program(transform_to_torch_types(entry.computation_traces[-1]))
+        self._backward = Program(entry.backward_traces[-1]) if entry.backward_fn is not None else None
+
+    def prologue_of(self, module: torch.nn.Module) -> Callable[..., Any]:
+        """The prologue that reads ``module``."""
+        return self._prologue.bound_to({"__function_obj": module})
+
+    def entry_of(self, prologue: Callable[..., Any], objects: Mapping[str, Any]) -> Any:
+        """The entry with ``prologue`` and with ``objects`` in its forward and backward."""
+        return self.entry._replace(
+            prologue_fn=prologue,
+            computation_fn=self._forward.bound_to(objects),
+            backward_fn=None if self._backward is None else self._backward.bound_to(objects),
+        )
 
 
 def copy_jitted_modules_by(deepcopy: Callable[[Any, dict[int, Any]], Any]) -> None:

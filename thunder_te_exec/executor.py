@@ -30,7 +30,7 @@ from thunder_te_exec.recipe import TensorRole
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.symbols import Wanted, is_te_linear
 
-__all__ = ["run_by_te_ex", "te_ex"]
+__all__ = ["te_ex"]
 
 
 class TransformerEngineExecutor(OperatorExecutor, FusionExecutor):
@@ -56,7 +56,7 @@ class TransformerEngineExecutor(OperatorExecutor, FusionExecutor):
         for run in _passes_for(trace):
             trace = run(trace)
         ours = any(is_te_linear(b) or b.sym == symbols.te_differentiable_once for b in trace.bound_symbols)
-        return bind(trace, keys, run_by_te_ex) if ours else trace
+        return bind(trace, keys, _bound) if ours else trace
 
 
 def _passes_for(trace: TraceCtx) -> tuple[Callable[[TraceCtx], TraceCtx], ...]:
@@ -72,7 +72,7 @@ te_ex = TransformerEngineExecutor("thunder_te")
 register_executor(te_ex)
 
 
-def run_by_te_ex(symbol: Symbol, fn: Callable[..., Any] | None) -> Symbol:
+def _bound(symbol: Symbol, fn: Callable[..., Any] | None) -> Symbol:
     """``symbol`` as one of this executor's, running ``fn``; what a symbol calls is set on each of its uses."""
 
     def set_call(bsym: BoundSymbol) -> None:
@@ -82,8 +82,8 @@ def run_by_te_ex(symbol: Symbol, fn: Callable[..., Any] | None) -> Symbol:
 
 
 # A te_linear gets what it runs, which holds its state, when the passes are done.
-te_linear = run_by_te_ex(symbols.te_linear, None)
-te_functional_linear_backward = run_by_te_ex(symbols.te_functional_linear_backward, fp8_linear_backward)
+te_linear = _bound(symbols.te_linear, None)
+te_functional_linear_backward = _bound(symbols.te_functional_linear_backward, fp8_linear_backward)
 for _symbol in (te_linear, te_functional_linear_backward):
     te_ex.opmap[_symbol.name] = _symbol
 

@@ -19,12 +19,9 @@ from torch.utils._pytree import tree_map_only
 from thunder_te_exec import compat
 
 import thunder
-from thunder.core.trace import TraceCtx
-
 from thunder_te_exec.alike import HOOKS, description_of, first_difference
-from thunder_te_exec.binding import bound, rebound
+from thunder_te_exec.binding import bound
 from thunder_te_exec.cache import Compiled, EntriesByContext
-from thunder_te_exec.executor import run_by_te_ex
 from thunder_te_exec.state import Fp8State
 from thunder_te_exec.weight_cache import OptimizerSteps
 
@@ -35,10 +32,10 @@ def jit_blocks(model: nn.Module, **options: Any) -> nn.Module:
     """``model`` with what its ``nn.ModuleList``s repeat compiled once, and the numbers of ``thunder.jit(model)``.
 
     An ``nn.ModuleList`` holds blocks where two of its elements are of one class. Each block is compiled by itself, and
-    so is each largest submodule that has no blocks (embedding, final norm, head). What is alike is traced once: classes,
-    shapes, strides, dtypes, devices and ``requires_grad`` of parameters and buffers, all other attributes, hooks, and
-    what ``te_filter`` says of the weights. What the modules that hold blocks do in their own ``forward`` runs eagerly.
-    A model without blocks is compiled as one.
+    so is each largest submodule that has no blocks (embedding, final norm, head). Those that are alike are traced once:
+    they have the same classes, shapes, strides, dtypes, devices and ``requires_grad`` of parameters and buffers, other
+    attributes, hooks inside, and answers of ``te_filter``. What the modules that hold blocks do in their own
+    ``forward`` runs eagerly. A model without blocks is compiled as one.
 
     Args:
         model: stays usable as it is; parameters, buffers and submodules below the blocks are shared with it.
@@ -110,8 +107,8 @@ def _check_calls_forward(module: nn.Module, name: str) -> None:
     own = [key for key in ("forward", "__call__", "_call_impl", "_compiled_call_impl") if vars(module).get(key)]
     if own or type(module).__call__ is not nn.Module.__call__:
         raise ValueError(
-            f"jit_blocks: {name or type(module).__name__!r} has a {(own or ['__call__'])[0]} of its own, which would be "
-            f"left out or applied twice: take it away before jit_blocks, or jit the whole model with thunder.jit"
+            f"jit_blocks: {name or type(module).__name__!r} has a {(own or ['__call__'])[0]} of its own, which would "
+            f"be left out or applied twice: take it away before jit_blocks, or jit the whole model with thunder.jit"
         )
 
 
@@ -130,7 +127,7 @@ def _check_nothing_shared(parts: dict[str, nn.Module]) -> None:
 
 
 class _LiveTensors(MutableMapping):
-    """Parameters or buffers of a module by name, as they are now; for ThunderModule, which keeps those of its making."""
+    """Parameters or buffers of a module by name, as they are now: ThunderModule keeps those that it was made with."""
 
     def __init__(self, module: nn.Module, kind: str) -> None:
         self._owners = {
@@ -232,7 +229,7 @@ class _Offer(NamedTuple):
     name: str
     module_class: type
     description: dict[str, Any]
-    entry: Any
+    programs: compat.EntryPrograms
     compiled: Compiled
 
 
@@ -256,7 +253,9 @@ class _Offers(NamedTuple):
                 f"{differences[-1]}",
                 stacklevel=2,
             )
-        self.family.compiled.append(_Offer(self.name, type(self.traced), description, entry, compiled))
+        self.family.compiled.append(
+            _Offer(self.name, type(self.traced), description, compat.EntryPrograms(entry), compiled)
+        )
 
     def offered(self, fits: Callable[[Compiled], bool]) -> Iterator[Any]:
         """Entries of other parts that are like this one, made this one's own, where they fit what it is called with."""
@@ -272,7 +271,7 @@ class _Offers(NamedTuple):
             raise LookupError("no entry")
 
         if others:
-            yield others[0].entry._replace(prologue_fn=probe)
+            yield others[0].programs.entry._replace(prologue_fn=probe)
         for other in others:
             entry = self._made_own(other, *called_with)
             if entry is not None:
@@ -290,19 +289,14 @@ class _Offers(NamedTuple):
     def _made_own(self, other: _Offer, args: Any, kwargs: Any) -> Any:
         """The entry of ``other`` for this part; None where it is for other inputs or another mode."""
         compile_data, compile_stats = self.compile_data(), self.compile_stats()
+        prologue = other.programs.prologue_of(self.traced)
         with compat.compiling(compile_data, compile_stats):
-            prologue = compat.prologue_for(other.entry, self.traced)
             try:
                 prologue(*args, **kwargs)
             except Exception:  # as thunder does
                 return None
-            plan = other.compiled.plan
-            to = None if plan is None else bound(plan)
+            objects = {} if other.compiled.plan is None else bound(other.compiled.plan)
         Fp8State.of(compile_data).claims.update(other.compiled.claims)
-
-        def rewrite(trace: TraceCtx) -> TraceCtx:
-            return trace if to is None else rebound(trace, to, run_by_te_ex)
-
-        entry = compat.entry_for(other.entry, prologue, rewrite)
+        entry = other.programs.entry_of(prologue, objects)
         compile_stats.interpreter_cache.add(entry, other.compiled)
         return entry
