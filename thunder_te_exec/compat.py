@@ -146,8 +146,6 @@ def checkpoint_under_way() -> tuple[Any, Any] | None:
         pack = inspect.unwrap(hooks[0])
         known = dict(zip(pack.__code__.co_freevars, (cell.cell_contents for cell in pack.__closure__)))
         return (known["frame"], None) if "frame" in known else (known["target_frame_ref"](), pack)
-    if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-        return None  # neither run of a reentrant checkpoint
     forward, backward = (f.__code__ for f in (_Reentrant.forward, _Reentrant.backward))
     frame = sys._getframe()
     while frame is not None and frame.f_code not in (forward, backward):
@@ -179,12 +177,19 @@ def all_compile_data(fn: Any) -> list[Any]:
     Raises:
         TypeError: ``fn`` did not come from either.
     """
-    if getattr(fn, "_lc_cd", None) is None and isinstance(fn, torch.nn.Module):
-        forwards = (vars(module).get("forward") for module in fn.modules())
-        found = [forward._lc_cd for forward in forwards if hasattr(forward, "_lc_cd")]
-        if found:
-            return found
-    return [jitted_compile_data(fn)]
+    return _compile_data_of_parts(fn) or [jitted_compile_data(fn)]
+
+
+def has_jitted(module: torch.nn.Module) -> bool:
+    """Whether ``module`` or one inside came from ``thunder.jit`` or ``jit_blocks``."""
+    return any(hasattr(m, "_lc_cd") for m in module.modules()) or bool(_compile_data_of_parts(module))
+
+
+def _compile_data_of_parts(fn: Any) -> list[Any]:
+    if hasattr(fn, "_lc_cd") or not isinstance(fn, torch.nn.Module):
+        return []
+    forwards = (vars(module).get("forward") for module in fn.modules())
+    return [forward._lc_cd for forward in forwards if hasattr(forward, "_lc_cd")]
 
 
 @contextmanager

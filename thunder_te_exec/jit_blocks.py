@@ -51,7 +51,7 @@ def jit_blocks(model: nn.Module, **options: Any) -> nn.Module:
         ValueError: two parts that are compiled by themselves share a parameter, or a module cannot be compiled by
             itself because its instance, or its class, changes how it is called.
     """
-    if not isinstance(model, nn.Module) or any(hasattr(m, "_lc_cd") for m in model.modules()):
+    if not isinstance(model, nn.Module) or compat.has_jitted(model):
         raise TypeError(f"jit_blocks: expected a torch module that is not jitted, got {type(model).__name__}")
     if options.get("transforms"):
         raise NotImplementedError("jit_blocks takes no transforms: they keep parameters of their own; jit the model")
