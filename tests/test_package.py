@@ -38,7 +38,7 @@ LAYERS = (
     ("compat",),
     ("recipe_classes", "recipe", "layouts", "symbols", "autocast"),
     ("passes",),
-    ("names", "state"),
+    ("names", "calls", "state"),
     ("backends",),
     (
         "settings",
@@ -53,7 +53,8 @@ LAYERS = (
         "binding",
         "copying",
     ),
-    ("executor",),
+    ("alike", "executor"),
+    ("jit_blocks",),
     ("__init__",),
 )
 

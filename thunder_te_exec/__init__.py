@@ -7,6 +7,7 @@ from thunder_te_exec.checkpoint import fp8_state_dict, load_fp8_state_dict
 from thunder_te_exec.claim import Claim, claims, is_thin
 from thunder_te_exec.executor import te_ex
 from thunder_te_exec.frozen import FrozenWeight, dequantize_, quantize_frozen_
+from thunder_te_exec.jit_blocks import jit_blocks
 
 __all__ = [
     "Claim",
@@ -16,6 +17,7 @@ __all__ = [
     "dequantize_",
     "fp8_state_dict",
     "is_thin",
+    "jit_blocks",
     "load_fp8_state_dict",
     "quantize_frozen_",
     "recipe",

@@ -7,7 +7,7 @@ call. Whatever a call would have to look up (recipe, scales, quantizers, GEMM op
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,16 +15,16 @@ from thunder_te_exec import compat
 
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx
 
 from thunder_te_exec import forward_context
+from thunder_te_exec.cache import EntriesByContext
+from thunder_te_exec.calls import Calls
 from thunder_te_exec.checkpoint import take_loaded
 from thunder_te_exec.layouts import is_transposable
 from thunder_te_exec.linear import (
     BackwardSync,
-    Calls,
     Fp8ForwardContext,
     Fp8Linear,
     ScaleUpdate,
@@ -45,91 +45,135 @@ from thunder_te_exec.symbols import (
 )
 from thunder_te_exec.weight_cache import OptimizerSteps, WeightCache
 
-__all__ = ["bind", "linear_keys"]
+__all__ = ["Plan", "bind", "bound", "linear_keys"]
+
+
+class PlannedLinear(NamedTuple):
+    """What a linear of a trace is bound by: who it is, and what its operands are."""
+
+    key: LinearKey
+    device: torch.device
+    dtype: torch.dtype
+    frozen: bool
+    is_parameter: bool
+    quantized_input: str | None
+
+
+class Plan(NamedTuple):
+    """What binding needs to know of a trace, by the names of its symbols.
+
+    ``quantizes`` has by ``te_quantize_input_N`` the name of its output, ``recomputes`` by ``te_recompute_linear_N``
+    its linear's.
+    """
+
+    linears: dict[str, PlannedLinear]
+    quantizes: dict[str, str]
+    recomputes: dict[str, str]
+
+
+#: The name of the context that a forward runs in (``thunder_te_exec.forward_context``).
+_CONTEXT = "te_fp8_recipe"
 
 
 def bind(
-    trace: TraceCtx, keys_of_outputs: dict[str, LinearKey], bound: Callable[[Symbol, Callable[..., Any]], Symbol]
+    trace: TraceCtx, keys_of_outputs: dict[str, LinearKey], run_by: Callable[[Symbol, Callable[..., Any]], Symbol]
 ) -> TraceCtx:
     """Bind the linears and scale updates of ``trace``.
 
     Args:
         trace: after all passes.
         keys_of_outputs: what :func:`linear_keys` found before them.
-        bound: ``bound(symbol, fn)`` gives the symbol that runs ``fn``.
+        run_by: ``run_by(symbol, fn)`` gives the symbol that runs ``fn``.
     """
-    compile_data, _ = compat.current_compilation()
-    state = Fp8State.of(compile_data)
-    linears = {b.sym.name: b for b in trace.bound_symbols if is_te_linear(b)}
-    keys = {name: keys_of_outputs[bsym.output[0].name] for name, bsym in linears.items()}
-    settings = {device: Settings.current(compile_data, device) for device in map(_device, linears.values())}
-
-    recipes = {device: state.index_of_recipe(chosen.recipe) for device, chosen in settings.items()}
-    leaders = _leaders(linears)
-    slots, updates = _delayed_scaling(state, settings, keys, linears, leaders)
-    calls = Calls()
-    ops = {
-        name: Fp8Linear(
-            settings[_device(bsym)],
-            slots[name],
-            _device(bsym),
-            to_torch_dtype(bsym.args[0].dtype),
-            calls,
-            _weight_cache(
-                state,
-                bsym.args[1],
-                (keys[name], recipes[_device(bsym)], _device(bsym)),
-                settings[_device(bsym)],
-                slots[name],
-            ),
-        )
-        for name, bsym in linears.items()
-    }
-    op_of_ctx = {ctx_of(bsym).name: ops[name] for name, bsym in linears.items() if ctx_of(bsym) is not None}
-    first_reader = {linears[name].kwargs["quantized_input"].name: name for name in set(leaders.values())}
-    recomputes = any(map(is_te_recompute, trace.bound_symbols))
-    context = Fp8ForwardContext(calls, updates[True], recomputes=recomputes)
-    sync = BackwardSync(calls, updates[False])
+    compile_data, compile_stats = compat.current_compilation()
+    plan = _plan(trace, keys_of_outputs, Fp8State.of(compile_data))
+    EntriesByContext.of(compile_data, compile_stats).planned(compile_stats.last_traces, plan)
+    objects = bound(plan)
 
     def rebind(bsym: BoundSymbol) -> BoundSymbol:
         if is_te_linear(bsym):
             return bsym.from_bsym(
-                sym=bound(bsym.sym, ops[bsym.sym.name]),
+                sym=run_by(bsym.sym, objects[bsym.sym.name]),
                 _import_ctx={"transformer_engine": forward_context},
-                _object_ctx={"te_fp8_recipe": context},
+                _object_ctx={_CONTEXT: objects[_CONTEXT]},
             )
-        if is_te_quantize(bsym):
-            return bsym.from_bsym(sym=bound(bsym.sym, ops[first_reader[bsym.output.name]].quantize_input))
-        if is_te_recompute(bsym):
-            return bsym.from_bsym(sym=bound(bsym.sym, op_of_ctx[bsym.args[3].name].recompute))
-        if bsym.sym == te_sync_fp8_meta_bwd:
-            return bsym.from_bsym(sym=bound(bsym.sym, sync))
-        if bsym.sym == te_differentiable_once:
-            return bsym.from_bsym(sym=bound(bsym.sym, differentiable_once))
+        others = te_sync_fp8_meta_bwd, te_differentiable_once
+        if is_te_quantize(bsym) or is_te_recompute(bsym) or bsym.sym in others:
+            return bsym.from_bsym(sym=run_by(bsym.sym, objects[bsym.sym.name]))
         return bsym
 
     return with_bound_symbols(trace, map(rebind, trace.bound_symbols), "Binding of FP8 linears")
 
 
+def _plan(trace: TraceCtx, keys_of_outputs: dict[str, LinearKey], state: Fp8State) -> Plan:
+    linears = {b.sym.name: b for b in trace.bound_symbols if is_te_linear(b)}
+    name_of_ctx = {ctx_of(bsym).name: name for name, bsym in linears.items() if ctx_of(bsym) is not None}
+
+    def planned(bsym: BoundSymbol) -> PlannedLinear:
+        a, weight, *_ = bsym.args
+        quantized = bsym.kwargs.get("quantized_input")
+        return PlannedLinear(
+            keys_of_outputs[bsym.output[0].name],
+            to_torch_device(a.device),
+            to_torch_dtype(a.dtype),
+            not weight.requires_grad,
+            state.names.is_parameter(weight),
+            None if quantized is None else quantized.name,
+        )
+
+    return Plan(
+        {name: planned(bsym) for name, bsym in linears.items()},
+        {b.sym.name: b.output.name for b in trace.bound_symbols if is_te_quantize(b)},
+        {b.sym.name: name_of_ctx[b.args[3].name] for b in trace.bound_symbols if is_te_recompute(b)},
+    )
+
+
+def bound(plan: Plan) -> dict[str, Any]:
+    """What symbols of a trace of ``plan`` run, and its context, by their names, in the function that is compiled."""
+    compile_data, _ = compat.current_compilation()
+    state = Fp8State.of(compile_data)
+    devices = dict.fromkeys(linear.device for linear in plan.linears.values())
+    settings = {device: Settings.current(compile_data, device) for device in devices}
+    recipes = {device: state.index_of_recipe(chosen.recipe) for device, chosen in settings.items()}
+    first_reader: dict[str | None, str] = {}
+    for name, linear in plan.linears.items():
+        first_reader.setdefault(linear.quantized_input, name)
+    slots, updates = _delayed_scaling(state, settings, plan.linears, first_reader)
+    calls = Calls()
+    ops = {}
+    for name, linear in plan.linears.items():
+        chosen = settings[linear.device]
+        weights = _weight_cache(state, linear, recipes[linear.device], chosen, slots[name])
+        ops[name] = Fp8Linear(chosen, slots[name], linear.device, linear.dtype, calls, weights)
+    context = Fp8ForwardContext(calls, updates[True], recomputes=bool(plan.recomputes), checkpointed=state.checkpointed)
+    return {
+        **ops,
+        **{name: ops[first_reader[output]].quantize_input for name, output in plan.quantizes.items()},
+        **{name: ops[linear].recompute for name, linear in plan.recomputes.items()},
+        te_sync_fp8_meta_bwd.name: BackwardSync(calls, updates[False]),
+        te_differentiable_once.name: differentiable_once,
+        _CONTEXT: context,
+    }
+
+
 def _delayed_scaling(
     state: Fp8State,
     settings: dict[torch.device, Settings],
-    keys: dict[str, LinearKey],
-    linears: dict[str, BoundSymbol],
-    leaders: dict[str, str],
+    linears: dict[str, PlannedLinear],
+    first_reader: dict[str | None, str],
 ) -> tuple[dict[str, dict[TensorRole, AmaxSlot]], dict[bool, list[ScaleUpdate]]]:
     """Delayed-scaling state: by linear its slots, and by direction (forward?) the scale updates. Empty otherwise."""
     slots: dict[str, dict[TensorRole, AmaxSlot]] = {name: {} for name in linears}
     tensors: list[tuple[str, SlotKey]] = []
     shared: dict[SlotKey, SlotKey] = {}
     for role in TensorRole:
-        for name, bsym in linears.items():
-            device, recipe = _device(bsym), settings[_device(bsym)].recipe
+        for name, linear in linears.items():
+            recipe = settings[linear.device].recipe
             if isinstance(recipe, DelayedScaling):
-                key = SlotKey(keys[name], role, recipe.amax_history_len, fp8_dtype(recipe, role), device)
+                key = SlotKey(linear.key, role, recipe.amax_history_len, fp8_dtype(recipe, role), linear.device)
                 tensors.append((name, key))
-                if role is TensorRole.INPUT and name in leaders:
-                    shared[key] = key._replace(linear=keys[leaders[name]])
+                if role is TensorRole.INPUT and linear.quantized_input is not None:
+                    shared[key] = key._replace(linear=linears[first_reader[linear.quantized_input]].key)
     found, made = state.delayed_scaling_slots((key for _, key in tensors), shared)
     for (name, key), slot in zip(tensors, found):
         slots[name][key.role] = slot
@@ -140,25 +184,10 @@ def _delayed_scaling(
     return slots, updates
 
 
-def _leaders(linears: dict[str, BoundSymbol]) -> dict[str, str]:
-    """By linear that reads an input that was quantized for several, the first one that reads it."""
-    first: dict[str, str] = {}
-    readers = {name: b.kwargs["quantized_input"].name for name, b in linears.items() if "quantized_input" in b.kwargs}
-    return {name: first.setdefault(quantized, name) for name, quantized in readers.items()}
-
-
-def _device(bsym: BoundSymbol) -> torch.device:
-    return to_torch_device(bsym.args[0].device)
-
-
 def _weight_cache(
-    state: Fp8State,
-    weight: TensorProxy,
-    key: tuple[LinearKey, int, torch.device],
-    settings: Settings,
-    slots: dict[TensorRole, AmaxSlot],
+    state: Fp8State, linear: PlannedLinear, recipe: int, settings: Settings, slots: dict[TensorRole, AmaxSlot]
 ) -> WeightCache | None:
-    """Where the quantized ``weight`` of the linear, recipe and device of ``key`` is kept; None where it is not.
+    """Where the quantized weight of ``linear`` under the ``recipe``-th recipe is kept; None where it is not.
 
     A parameter that is frozen is kept, a trained one where ``te_weight_cache=True`` asks for it.
     """
@@ -166,17 +195,18 @@ def _weight_cache(
     if keep is None:
         # With functions of the user's the scale may change in every step, also where the amax does not.
         steady = not isinstance(settings.recipe, DelayedScaling) or not has_functions(settings.recipe)
-        keep = steady and not weight.requires_grad and state.names.is_parameter(weight)
+        keep = steady and linear.frozen and linear.is_parameter
     if not keep:
         return None
     if state.optimizer_steps is None:
         state.optimizer_steps = OptimizerSteps()
+    key = linear.key, recipe, linear.device
     if key not in state.weights:
         role = TensorRole.WEIGHT
         transposable = is_transposable(settings.recipe, role)
         transpose = settings.backend.transpose(settings.recipe, role) if transposable else None
         state.weights[key] = WeightCache(state.optimizer_steps, transpose=transpose, slot=slots.get(role))
-    if not weight.requires_grad:
+    if linear.frozen:
         state.weights[key].forget()  # what was written through .data is seen here, if not before
     return state.weights[key]
 

@@ -11,8 +11,9 @@ A delayed-scaling tensor of the linear ``layers.0.q_proj`` has two entries::
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,12 +35,16 @@ def fp8_state_dict(jitted: Any) -> dict[str, torch.Tensor]:
     """The FP8 state of ``jitted``, copied; empty of scales before its first call and under current scaling.
 
     Args:
-        jitted: a function or module returned by ``thunder.jit``.
+        jitted: a function or module returned by ``thunder.jit``, or a module returned by ``jit_blocks``.
 
     Raises:
-        TypeError: it did not come from ``thunder.jit``.
+        TypeError: it came from neither.
     """
-    return _state_dict(Fp8State.of(compat.jitted_compile_data(jitted)))
+    parts = [_state_dict(Fp8State.of(compile_data)) for compile_data in compat.all_compile_data(jitted)]
+    recipes: list[dict[str, str]] = []
+    for part in parts:
+        recipes += [r for r in _decode(part.pop(_RECIPES)) if r not in recipes]
+    return {_RECIPES: _encode(recipes)} | {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def _state_dict(state: Fp8State) -> dict[str, torch.Tensor]:
@@ -59,34 +64,69 @@ def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], str
     On an error nothing has been changed.
 
     Args:
-        jitted: a function or module returned by ``thunder.jit``.
+        jitted: a function or module returned by ``thunder.jit``, or a module returned by ``jit_blocks``; what was saved
+            of the one loads into the other.
         state_dict: the tensors, on any device.
         strict: False takes the entries that fit and ignores others. Before the first call it is not known which linears
             will run in FP8; then an entry that is missing raises in that call.
 
     Raises:
-        TypeError: ``jitted`` did not come from ``thunder.jit``.
+        TypeError: ``jitted`` came from neither.
         ValueError: saved under another recipe, or entries are missing, unexpected or misshapen; the message names them.
     """
-    compile_data = compat.jitted_compile_data(jitted)
-    state = Fp8State.of(compile_data)
-    _check_recipes(state, state_dict, compile_data)
+    parts = compat.all_compile_data(jitted)
+    for compile_data in parts:
+        _check_recipes(Fp8State.of(compile_data), state_dict, compile_data)
     entries = {name: tensor for name, tensor in state_dict.items() if name != _RECIPES}
-    if not state.slots:
-        _check_before_first_call(entries, compile_data.fn, strict)
-        state.loaded = Loaded(entries, strict, state_dict[_RECIPES].detach().clone())
-        return
+    entries_of = _entries_of_parts(parts, entries)
+    problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
+    for compile_data, own in zip(parts, entries_of):
+        state = Fp8State.of(compile_data)
+        found = _problems(state, own) if state.slots else _problems_before_first_call(state, own, compile_data.fn)
+        for kind, names in zip(problems, found):
+            problems[kind] += names
+    _raise_if_any(**problems if strict else {**problems, "missing": (), "unexpected": ()})
+    for compile_data, own in zip(parts, entries_of):
+        state = Fp8State.of(compile_data)
+        if not state.slots:
+            state.loaded = Loaded(own, strict, state_dict[_RECIPES].detach().clone())
+            continue
+        _copy(own, _named_tensors(state, state.slots))
+        for weight in state.weights.values():  # quantized with other scales
+            weight.forget()
+
+
+def _entries_of_parts(parts: Sequence[Any], entries: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """``entries`` by the part whose linears they are of; those that no part knows are the first one's."""
+    if len(parts) == 1:
+        return [dict(entries)]
+    states = [Fp8State.of(compile_data) for compile_data in parts]
+    part_of = {name: i for i, cd in enumerate(parts) for name in _linears(states[i], cd.fn)}
+    part_of.update({name: i for i, s in enumerate(states) for name in map(functools.partial(_linear, s), s.slots)})
+    own: list[dict[str, torch.Tensor]] = [{} for _ in parts]
+    for name, tensor in entries.items():
+        own[part_of.get(_linear_of_entry(name), 0)][name] = tensor
+    return own
+
+
+def _linears(state: Fp8State, fn: torch.nn.Module) -> set[str]:
+    """What linears of the module ``fn`` there may be, by the names that their entries begin with."""
+    return {state.full_name(n).removesuffix(".weight") for n, _ in fn.named_parameters(remove_duplicate=False)}
+
+
+def _linear_of_entry(name: str) -> str:
+    return name.rsplit(".", 3)[0].partition("#")[0]
+
+
+def _problems(state: Fp8State, entries: Mapping[str, torch.Tensor]) -> tuple[set[str], set[str], list[str]]:
+    """What does not fit the state of a function that has been called: missing, unexpected, misshapen."""
     targets = _named_tensors(state, state.slots)
     misshapen = [
         f"{name} {tuple(entries[name].shape)}, expected {tuple(target.shape)}"
         for name, target in targets.items()
         if name in entries and entries[name].shape != target.shape
     ]
-    missing, unexpected = targets.keys() - entries.keys(), entries.keys() - targets.keys()
-    _raise_if_any(missing if strict else (), unexpected if strict else (), misshapen)
-    _copy(entries, targets)
-    for weight in state.weights.values():  # quantized with other scales
-        weight.forget()
+    return targets.keys() - entries.keys(), entries.keys() - targets.keys(), misshapen
 
 
 def copy_state(of: Any, to: Any) -> None:
@@ -117,15 +157,21 @@ def take_loaded(state: Fp8State, new: list[SlotKey]) -> None:
     state.loaded = state.loaded._replace(entries=rest, strict=False)
 
 
-def _name(key: SlotKey) -> str:
-    linear = key.linear.weight.removesuffix(".weight") + (f"#{key.linear.use}" if key.linear.use else "")
+def _linear(state: Fp8State, key: SlotKey) -> str:
+    return state.full_name(key.linear.weight).removesuffix(".weight")
+
+
+def _name(state: Fp8State, key: SlotKey) -> str:
+    linear = _linear(state, key) + (f"#{key.linear.use}" if key.linear.use else "")
     return f"{linear}.{key.role.name.lower()}.{_DTYPES[key.dtype]}_{key.length}"
 
 
 def _named_tensors(state: Fp8State, keys: Iterable[SlotKey]) -> dict[str, torch.Tensor]:
     """The state of the tensors of ``keys``, views, by the names of their entries."""
     slots = ((key, state.slots[key]) for key in keys)
-    return {f"{_name(key)}.{part}": t for key, slot in slots for part, t in zip(_PARTS, (slot.scale, slot.history))}
+    return {
+        f"{_name(state, key)}.{part}": t for key, slot in slots for part, t in zip(_PARTS, (slot.scale, slot.history))
+    }
 
 
 @torch.no_grad()
@@ -166,23 +212,22 @@ def _device(fn: Any) -> torch.device:
     return torch.device("cpu") if tensor is None else tensor.device
 
 
-def _check_before_first_call(entries: Mapping[str, torch.Tensor], fn: Any, strict: bool) -> None:
-    names = None
-    if isinstance(fn, torch.nn.Module):
-        names = {n.removesuffix(".weight") for n, _ in fn.named_parameters(remove_duplicate=False)}
+def _problems_before_first_call(
+    state: Fp8State, entries: Mapping[str, torch.Tensor], fn: Any
+) -> tuple[list[str], list[str], list[str]]:
+    """What shows before the first call of ``fn``: missing, unexpected, misshapen."""
+    names = _linears(state, fn) if isinstance(fn, torch.nn.Module) else None
     missing, unexpected, misshapen = [], [], []
     for name, tensor in entries.items():
         rest, _, part = name.rpartition(".")
-        head, _, kind = rest.rpartition(".")
-        linear = head.rpartition(".")[0].partition("#")[0]
-        length = kind.rpartition("_")[2]
-        if part not in _PARTS or not length.isdigit() or (names is not None and linear not in names):
+        length = rest.rpartition("_")[2]
+        if part not in _PARTS or not length.isdigit() or (names is not None and _linear_of_entry(name) not in names):
             unexpected.append(name)
         elif tuple(tensor.shape) != ((1,) if part == "scale" else (int(length),)):
             misshapen.append(f"{name} {tuple(tensor.shape)}")
         else:
             missing += [f"{rest}.{other}" for other in _PARTS if f"{rest}.{other}" not in entries]
-    _raise_if_any(missing if strict else (), unexpected if strict else (), misshapen)
+    return missing, unexpected, misshapen
 
 
 def _raise_if_any(missing: Any, unexpected: Any, misshapen: Any) -> None:

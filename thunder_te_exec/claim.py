@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thunder_te_exec import compat
@@ -57,7 +57,8 @@ def claims(jitted: Any) -> tuple[Claim, ...]:
     Raises:
         TypeError: ``jitted`` did not come from ``thunder.jit``.
     """
-    return tuple(Fp8State.of(compat.jitted_compile_data(jitted)).claims.values())
+    states = map(Fp8State.of, compat.all_compile_data(jitted))
+    return tuple(replace(claim, weight=s.full_name(claim.weight)) for s in states for claim in s.claims.values())
 
 
 def note_linears_of_others(trace: TraceCtx) -> None:
@@ -71,7 +72,8 @@ def note_linears_of_others(trace: TraceCtx) -> None:
         if weight not in decided:
             reason = "taken by another executor: put te_ex before it in the list of executors"
             key = (weight, _signature(a), _signature(w))
-            state.claims.setdefault(key, Claim(weight, tuple(w.shape), tuple(a.shape), False, reason))
+            claim = state.claims.setdefault(key, Claim(weight, tuple(w.shape), tuple(a.shape), False, reason))
+            EntriesByContext.of(cd, cs).decided(cs.last_traces, key, claim)
 
 
 def _linears_of_others(bound_symbols: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
@@ -107,7 +109,8 @@ def decide(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -> Claim | 
     state = Fp8State.of(cd)
     device = to_torch_device(a.device)
     settings = Settings.current(cd, device)
-    EntriesByContext.of(cd, cs).depends_on(cs.last_traces, device, settings)
+    entries = EntriesByContext.of(cd, cs)
+    entries.depends_on(cs.last_traces, device, settings)
     weight = state.names.of(w, cs.last_traces[-1], cs.last_prologue_traces[-1]) or f"computed ({w.name})"
     key = (weight, _signature(a), _signature(w), _signature(bias), settings.key)
     if key not in state.claims:
@@ -115,6 +118,7 @@ def decide(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -> Claim | 
             check_parameter_names(cd.fn)
         reason = _why_not(a, w, bias, weight, settings, state)
         state.claims[key] = Claim(weight, tuple(w.shape), tuple(a.shape), reason is None, reason or "")
+    entries.decided(cs.last_traces, key, state.claims[key])
     return state.claims[key]
 
 
@@ -132,7 +136,7 @@ def _why_not(
         return settings.why_no_backend
     return (
         _why_not_tensors(a, w, bias, settings.recipe)
-        or why_not_worth(tuple(w.shape), name, settings.te_filter)
+        or why_not_worth(tuple(w.shape), state.full_name(name), settings.te_filter)
         or _why_not_shape(a, w, settings.recipe)
     )
 

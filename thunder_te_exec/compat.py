@@ -9,12 +9,17 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch.utils.checkpoint import CheckpointFunction as _Reentrant
 
 # lightning-thunder 0.2.6 looks these up on torch.Tensor at import; torch >= 2.13 no longer has them.
 _NAMED_TENSOR_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
@@ -126,6 +131,34 @@ def _raise_if_grad_enabled(message: str) -> None:
         raise RuntimeError(message)
 
 
+def checkpoint_under_way() -> tuple[Any, Any] | None:
+    """(the checkpoint, its second run) of the innermost ``torch.utils.checkpoint`` that is running; None outside.
+
+    The checkpoint is an object that its first run and the second ones, which happen in backward, have in common. The
+    second run is None in the first one, and with ``use_reentrant=False`` an object of its own in each second one; with
+    ``use_reentrant=True`` it is the checkpoint.
+
+    torch has no function that says so. What it has is the hook that such a run puts on tensors that are saved, which
+    knows its checkpoint, or the function that is being run.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__:
+        pack = inspect.unwrap(hooks[0])
+        known = dict(zip(pack.__code__.co_freevars, (cell.cell_contents for cell in pack.__closure__)))
+        return (known["frame"], None) if "frame" in known else (known["target_frame_ref"](), pack)
+    forward, backward = (f.__code__ for f in (_Reentrant.forward, _Reentrant.backward))
+    frame = sys._getframe()
+    while frame is not None and frame.f_code not in (forward, backward):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    checkpoint = frame.f_locals["ctx"]
+    if frame.f_code is backward:
+        return checkpoint, checkpoint
+    # Where nothing wants a gradient there is no second run.
+    return (checkpoint, None) if any(checkpoint.needs_input_grad) else None
+
+
 def jitted_compile_data(fn: Any) -> Any:
     """The CompileData of a function or module returned by ``thunder.jit``.
 
@@ -136,6 +169,78 @@ def jitted_compile_data(fn: Any) -> Any:
     if cd is None:
         raise TypeError(f"expected a function or module returned by thunder.jit, got {type(fn).__name__}")
     return cd
+
+
+def all_compile_data(fn: Any) -> list[Any]:
+    """The CompileData of ``fn``, returned by ``thunder.jit``, or of each part of it, returned by ``jit_blocks``.
+
+    Raises:
+        TypeError: ``fn`` did not come from either.
+    """
+    return _compile_data_of_parts(fn) or [jitted_compile_data(fn)]
+
+
+def has_jitted(module: torch.nn.Module) -> bool:
+    """Whether ``module`` or one inside came from ``thunder.jit`` or ``jit_blocks``."""
+    return any(hasattr(m, "_lc_cd") for m in module.modules()) or bool(_compile_data_of_parts(module))
+
+
+def _compile_data_of_parts(fn: Any) -> list[Any]:
+    if hasattr(fn, "_lc_cd") or not isinstance(fn, torch.nn.Module):
+        return []
+    forwards = (vars(module).get("forward") for module in fn.modules())
+    return [forward._lc_cd for forward in forwards if hasattr(forward, "_lc_cd")]
+
+
+@contextmanager
+def compiling(compile_data: Any, compile_stats: Any) -> Iterator[None]:
+    """What happens inside is part of a compilation of the jitted function of ``compile_data``."""
+    from thunder.core.compile_data import compile_data_and_stats
+
+    with compile_data_and_stats(compile_data, compile_stats):
+        yield
+
+
+class Program:
+    """The function of a trace, that can be made again with other objects bound."""
+
+    def __init__(self, trace: Any, **options: Any) -> None:
+        self._name = trace.siginfo().name
+        self._code = compile(trace.python(**options), f"thunder.{self._name}", "exec")
+        self._objects = {**trace.python_ctx(), "thunder": thunder}
+
+    def bound_to(self, objects: Mapping[str, Any]) -> Callable[..., Any]:
+        """The function, with ``objects`` under the names that the trace has for them."""
+        namespace = {**self._objects, **objects}
+        exec(self._code, namespace)
+        return namespace.pop(self._name)
+
+
+class EntryPrograms:
+    """The programs of a CacheEntry, from which an entry for another module that is alike can be made.
+
+    Made as lightning-thunder 0.2.6 makes them (``apply_transforms_and_build_cache_entry``).
+    """
+
+    def __init__(self, entry: Any) -> None:
+        from thunder.common import transform_to_torch_types
+
+        self.entry = entry
+        self._prologue = Program(entry.prologue_traces[-1], include_decorators=False)
+        self._forward = Program(transform_to_torch_types(entry.computation_traces[-1]))
+        self._backward = Program(entry.backward_traces[-1]) if entry.backward_fn is not None else None
+
+    def prologue_of(self, module: torch.nn.Module) -> Callable[..., Any]:
+        """The prologue that reads ``module``."""
+        return self._prologue.bound_to({"__function_obj": module})
+
+    def entry_of(self, prologue: Callable[..., Any], objects: Mapping[str, Any]) -> Any:
+        """The entry with ``prologue`` and with ``objects`` in its forward and backward."""
+        return self.entry._replace(
+            prologue_fn=prologue,
+            computation_fn=self._forward.bound_to(objects),
+            backward_fn=None if self._backward is None else self._backward.bound_to(objects),
+        )
 
 
 def copy_jitted_modules_by(deepcopy: Callable[[Any, dict[int, Any]], Any]) -> None:

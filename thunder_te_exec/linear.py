@@ -7,7 +7,6 @@ multiplies.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 
 from thunder_te_exec import compat
 from thunder_te_exec.backends import Matrix, Operand, Quantize
+from thunder_te_exec.calls import Call, Calls, CheckpointedCalls
 from thunder_te_exec.fp8_weight import Fp8Weight, weight_format
 from thunder_te_exec.recipe import Product, TensorRole, quantization_params
 from thunder_te_exec.settings import Settings
@@ -24,7 +24,6 @@ from thunder_te_exec.weight_cache import WeightCache
 
 __all__ = [
     "BackwardSync",
-    "Calls",
     "Fp8ForwardContext",
     "Fp8Linear",
     "ScaleUpdate",
@@ -40,30 +39,6 @@ _DIFFERENTIABLE_ONCE = (
 
 Saved = tuple[torch.Tensor, ...]
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
-class Call:
-    """One forward call of a function, as its backward remembers it.
-
-    Attributes:
-        forward_scales: by group, the scales that the forward was quantized with, where a linear is recomputed.
-        backward_scales: by group, the scales that gradients were quantized with; empty until a backward has run.
-        random_states: by linear, the device's random state when its gradient was rounded stochastically.
-    """
-
-    __slots__ = ("backward_scales", "forward_scales", "random_states")
-
-    def __init__(self) -> None:
-        self.forward_scales: dict[AmaxGroup, torch.Tensor] = {}
-        self.backward_scales: dict[AmaxGroup, torch.Tensor] = {}
-        self.random_states: dict[Fp8Linear, torch.Tensor] = {}
-
-
-class Calls(threading.local):
-    """Which call of a compiled function runs in this thread: ``forward`` its forward, ``backward`` its backward."""
-
-    forward: Call | None = None
-    backward: Call | None = None
 
 
 class LinearContext(NamedTuple):
@@ -137,11 +112,12 @@ class Fp8Linear:
 
         ``accumulate`` is added, and becomes the result in place. ``quantized_input`` is what ``a`` was quantized to.
         """
+        again = self._calls.forward if self._calls.again else None
         x = quantized_input
         if x is None:
-            x = self._quantizers.input[weight_requires_grad](_matrix(a))
+            x = self._quantizers_of_forward(again).input[weight_requires_grad](_matrix(a))
         wanted = input_requires_grad, weight_requires_grad
-        out, saved, rowwise = self._forward(self._quantizers, x, a.shape, w, bias, *wanted, accumulate)
+        out, saved, rowwise = self._forward(again, x, a.shape, w, bias, *wanted, accumulate)
         return out, saved, LinearContext(self, self._calls.forward, rowwise)
 
     def recompute(
@@ -157,14 +133,9 @@ class Fp8Linear:
         accumulate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Saved, LinearContext]:
         """The same again in backward, with the scales of ``first_run`` and recording no amax."""
-        quantizers = self._quantizers
-        if self._slots:
-            for group, scale in first_run.call.forward_scales.items():
-                group.load_replay(scale)
-            quantizers = self._replay
-        x = quantizers.input[weight_requires_grad](_matrix(a))
+        x = self._quantizers_of_forward(first_run.call).input[weight_requires_grad](_matrix(a))
         wanted = input_requires_grad, weight_requires_grad
-        out, saved, rowwise = self._forward(quantizers, x, a.shape, w, bias, *wanted, accumulate)
+        out, saved, rowwise = self._forward(first_run.call, x, a.shape, w, bias, *wanted, accumulate)
         return out, saved, first_run._replace(weight_is_rowwise=rowwise)
 
     def backward(
@@ -198,7 +169,7 @@ class Fp8Linear:
 
     def _forward(
         self,
-        quantizers: _Quantizers,
+        again: Call | None,
         x: Operand,
         a_shape: torch.Size,
         w: torch.Tensor,
@@ -210,10 +181,10 @@ class Fp8Linear:
         if isinstance(w, Fp8Weight):
             q = w.operand_of(self._weight_format)
         elif self._weights is None:
-            q = quantizers.weight[input_requires_grad](w.contiguous())
+            q = self._quantizers_of_forward(again).weight[input_requires_grad](w.contiguous())
         else:
-            replay = quantizers is not self._quantizers
-            q = self._weights.get(w, input_requires_grad, quantizers.weight, self._calls, replay=replay)
+            quantize = self._quantizers_of_forward(again).weight
+            q = self._weights.get(w, input_requires_grad, quantize, self._calls, again=again)
         out = self._fprop(x.rowwise, q.rowwise, bias, _as_matrix(accumulate))
         saved: Saved = x.columnwise if weight_requires_grad else ()
         # A weight that is held in FP8 alone may be held row-wise only: backward transposes it, so that no transposed
@@ -225,7 +196,16 @@ class Fp8Linear:
 
     def quantize_input(self, a: torch.Tensor, *, columnwise: bool) -> Operand:
         """The implementation of ``te_quantize_input``, of which this linear is the first reader."""
-        return self._quantizers.input[columnwise](_matrix(a))
+        again = self._calls.forward if self._calls.again else None
+        return self._quantizers_of_forward(again).input[columnwise](_matrix(a))
+
+    def _quantizers_of_forward(self, again: Call | None) -> _Quantizers:
+        """Of a run, or of a second run of the call ``again``: with its scales, recording no amax."""
+        if again is None or not self._slots:
+            return self._quantizers
+        for group, scale in again.forward_scales.items():
+            group.load_replay(scale)
+        return self._replay
 
     def _quantizers_of_backward(self, call: Call) -> _Quantizers:
         self._calls.backward = call
@@ -337,30 +317,41 @@ class Fp8ForwardContext:
     (``thunder_te_exec.cache``).
 
     Args:
-        calls: gets a new forward call on entry.
+        calls: gets the forward call on entry.
         updates: the forward's scale updates.
         recomputes: whether backward runs a linear of this forward again, with its scales.
+        checkpointed: tells a run that ``torch.utils.checkpoint`` makes in backward, which takes its first run's scales
+            and moves none.
     """
 
-    def __init__(self, calls: Calls, updates: Sequence[ScaleUpdate], *, recomputes: bool) -> None:
+    def __init__(
+        self, calls: Calls, updates: Sequence[ScaleUpdate], *, recomputes: bool, checkpointed: CheckpointedCalls
+    ) -> None:
         self._calls, self._updates, self._recomputes = calls, tuple(updates), recomputes
+        self._checkpointed = checkpointed
 
     def decorate(self, computation: Callable[..., Any]) -> Callable[..., Any]:
         """``computation`` inside this context."""
 
         @functools.wraps(computation)
         def in_fp8(*args: Any, **kwargs: Any) -> Any:
-            call = self._calls.forward = Call()
+            run = self._checkpointed.run()
+            self._calls.forward, self._calls.again = run.call, run.again
             out = computation(*args, **kwargs)
-            # As te.autocast: what runs without gradients does not move the scales.
-            if torch.is_grad_enabled():
-                for update in self._updates:
-                    if self._recomputes:
-                        call.forward_scales.update({group: group.scale.clone() for group in update.groups})
-                    update()
+            # As te.autocast: what runs without gradients does not move the scales. The first run of a reentrant
+            # checkpoint runs without, and its gradients come later.
+            if not run.again and (torch.is_grad_enabled() or run.checkpointed):
+                self._update(run.call, remember=self._recomputes or run.checkpointed)
             return out
 
         return in_fp8
+
+    def _update(self, call: Call, *, remember: bool) -> None:
+        for update in self._updates:
+            if remember:
+                call.forward_scales.update({group: group.scale.clone() for group in update.groups})
+                call.forward_updates.update({group: group.updates for group in update.groups})
+            update()
 
 
 def differentiable_once() -> None:

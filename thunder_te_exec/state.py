@@ -6,12 +6,13 @@ and dies with it and two jitted functions never share any.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from thunder_te_exec.calls import CheckpointedCalls
 from thunder_te_exec.names import WeightNames
 from thunder_te_exec.recipe import TensorRole, same_recipe
 
@@ -138,6 +139,8 @@ class Fp8State:
         weights: quantized weights that are kept between calls, by linear and recipe.
         optimizer_steps: counts optimizers' steps where weights are kept; None elsewhere.
         loaded: a checkpoint that was loaded before the first compilation.
+        checkpointed: the calls under ``torch.utils.checkpoint``.
+        full_name: the name of a weight outside of this function, where it is part of a model.
     """
 
     names: WeightNames = field(default_factory=WeightNames)
@@ -149,6 +152,8 @@ class Fp8State:
     weights: dict[Any, Any] = field(default_factory=dict)
     optimizer_steps: Any = None
     loaded: Loaded | None = None
+    checkpointed: CheckpointedCalls = field(default_factory=CheckpointedCalls)
+    full_name: Callable[[str], str] = str
 
     @classmethod
     def of(cls, compile_data: Any) -> Fp8State:

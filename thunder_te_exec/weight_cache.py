@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from thunder_te_exec.backends import Matrix, Operand, Quantize
+from thunder_te_exec.calls import Call
 from thunder_te_exec.state import AmaxSlot
 
 __all__ = ["OptimizerSteps", "WeightCache"]
@@ -44,12 +45,13 @@ class OptimizerSteps:
 
 
 class _Kept(NamedTuple):
-    """A quantized weight, what it was made of, and where its scale did not come from its amax, since which update."""
+    """A quantized weight, what it was made of, after which update of its scale, and whether that knew its amax."""
 
     operand: Operand
     storage: weakref.ref[torch.UntypedStorage]
     state: tuple[Any, ...]
-    provisional_since: int | None
+    made_at: int
+    provisional: bool
 
 
 class WeightCache:
@@ -70,6 +72,7 @@ class WeightCache:
         self, steps: OptimizerSteps, *, transpose: Callable[[Matrix], Matrix] | None, slot: AmaxSlot | None
     ) -> None:
         self._steps, self._transpose, self._slot = steps, transpose, slot
+        self._group = None if slot is None else slot.group
         # Read and written as a whole, so that threads which call a function see one state of it.
         self._kept: _Kept | None = None
 
@@ -84,7 +87,7 @@ class WeightCache:
         quantize: Sequence[Quantize],
         trace: object,
         *,
-        replay: bool = False,
+        again: Call | None = None,
     ) -> Operand:
         """The operand of ``weight``, quantized by ``quantize[columnwise]`` where it has changed.
 
@@ -94,24 +97,26 @@ class WeightCache:
             quantize: quantizers without and with the column-wise copy.
             trace: stands for the compiled trace that asks. A frozen weight is made anew when another one did before:
                 what makes a program take another path, such as peft's merging, may have written to it.
-            replay: ``quantize`` has the scale of an earlier step; what it gives is not kept.
+            again: the call that runs again, where one does: ``quantize`` has the scales of that call then, and what it
+                gives is not kept.
         """
         if weight.is_inference():  # it counts no writes
             return quantize[columnwise](weight.contiguous())
         if torch.is_inference_mode_enabled():  # what is made in it could not be saved for a backward
             with torch.inference_mode(False), torch.no_grad():
-                return self.get(weight, columnwise, quantize, trace, replay=replay)
+                return self.get(weight, columnwise, quantize, trace, again=again)
         kept = self._kept
         storage = weight.untyped_storage()
         who = None if weight.requires_grad else id(trace)
         state = (self._steps.of(weight), weight._version, weight.data_ptr(), weight.requires_grad, who)
         changed = kept is None or kept.storage() is not storage or kept.state != state
-        settles = not changed and kept.provisional_since is not None and self._updates() > kept.provisional_since
-        if changed or settles:
+        settles = not changed and kept.provisional and self._updates() > kept.made_at
+        made_later = not changed and again is not None and kept.made_at > again.forward_updates.get(self._group, 0)
+        if changed or settles or made_later:
             operand = quantize[columnwise](weight.contiguous())
-            if not replay:
+            if again is None:
                 provisional = self._slot is not None and not weight.requires_grad and not settles
-                self._kept = _Kept(operand, weakref.ref(storage), state, self._updates() if provisional else None)
+                self._kept = _Kept(operand, weakref.ref(storage), state, self._updates(), provisional)
             return operand
         if columnwise and kept.operand.columnwise is None:
             other = self._other_direction(kept.operand, weight, quantize)
@@ -119,7 +124,7 @@ class WeightCache:
         return kept.operand
 
     def _updates(self) -> int:
-        return self._slot.group.updates
+        return 0 if self._group is None else self._group.updates
 
     def _other_direction(self, operand: Operand, weight: torch.Tensor, quantize: Sequence[Quantize]) -> Matrix:
         if self._transpose is None:

@@ -1,0 +1,104 @@
+"""When two modules are alike: thunder traces them to one program, over parameters and buffers of their own."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["HOOKS", "description_of", "first_difference"]
+
+#: What ``nn.Module.__call__`` looks at for hooks.
+HOOKS = frozenset(
+    f"_{hooks}{more}"
+    for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    for more in ("", "_with_kwargs", "_always_called")
+)
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.device)
+_TENSORS = ("_parameters", "_buffers")
+
+
+class _Same:
+    """An object that only itself is equal to; kept, so that no other one gets its identity."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __repr__(self) -> str:
+        return f"{type(self.value).__name__} object"
+
+
+def description_of(module: nn.Module) -> dict[str, Any]:
+    """What tracing ``module`` may depend on, by name: equal descriptions, equal traces.
+
+    Classes and paths of all submodules; of parameters and buffers type, shape, strides, dtype, device, requires_grad
+    and which are one tensor; every other attribute, hooks included. Numbers, strings, and containers of such are equal
+    by value, all other objects, plain tensors among them, only to themselves, with their attributes as they are now.
+    thunder checks part of this alone: of a module's attributes it compiles values in that its prologue does not look
+    at, such as None, enums, functions, and lengths of lists.
+    """
+    found: dict[str, Any] = {}
+    names: dict[int, str] = {}
+    for path, sub in module.named_modules(remove_duplicate=False):
+        dot = f"{path}." if path else ""
+        found[f"class of {path or 'itself'}"] = _Same(type(sub)), names.setdefault(id(sub), path)
+        for name, value in vars(sub).items():
+            if name in _TENSORS:
+                for key, tensor in value.items():
+                    is_tensor = isinstance(tensor, torch.Tensor)
+                    one = names.setdefault(id(tensor), f"{dot}{key}") if is_tensor else None
+                    found[f"{dot}{key}"] = name, one, _metadata(tensor)
+            elif name == "_modules":
+                found[f"{dot}{name}"] = tuple((key, child is None) for key, child in value.items())
+            else:
+                found[f"{dot}{name}"] = _value(value)
+    return found
+
+
+def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """In words, the first thing in which description ``a`` is not ``b``; "" where they are equal."""
+    for name in dict.fromkeys((*a, *b)):
+        if name not in a or name not in b:
+            return f"{name} is {'not ' if name not in a else ''}there"
+        if a[name] != b[name]:
+            return f"{name} is {_shown(a[name])}, not {_shown(b[name])}"
+    return ""
+
+
+def _metadata(t: torch.Tensor | None) -> Any:
+    if t is None:
+        return None
+    return (
+        type(t),
+        tuple(t.shape),
+        t.stride() if t.layout is torch.strided else None,
+        t.dtype,
+        t.device,
+        t.requires_grad,
+    )
+
+
+def _value(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    if type(value) in _SCALARS:
+        return type(value), repr(value)
+    if id(value) in inside or isinstance(value, (type, torch.Tensor, nn.Module)):
+        return _Same(value)
+    inside = (*inside, id(value))
+    if type(value) in (tuple, list, set, frozenset, torch.Size):
+        return type(value), tuple(_value(v, inside) for v in value)
+    if type(value) in (dict, OrderedDict):
+        return type(value), tuple((_value(k, inside), _value(v, inside)) for k, v in value.items())
+    attributes = vars(value) if len(inside) == 1 and hasattr(value, "__dict__") and not callable(value) else {}
+    return _Same(value), tuple((name, _value(v, inside)) for name, v in attributes.items())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], type):
+        return str(value[1])
+    return str(value)

@@ -1,0 +1,97 @@
+"""Forward calls of a jitted function, as their backwards and their recomputations remember them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from thunder_te_exec import compat
+
+__all__ = ["Call", "Calls", "CheckpointedCalls", "Run"]
+
+
+class Call:
+    """One forward call of a function, as its backward remembers it.
+
+    Attributes:
+        forward_scales: by group, the scales that the forward was quantized with, where it may run again.
+        forward_updates: by group, how often these had been computed anew by then.
+        backward_scales: by group, the scales that gradients were quantized with; empty until a backward has run.
+        random_states: by linear, the device's random state when its gradient was rounded stochastically.
+    """
+
+    __slots__ = ("backward_scales", "forward_scales", "forward_updates", "random_states")
+
+    def __init__(self) -> None:
+        self.forward_scales: dict[Any, torch.Tensor] = {}
+        self.forward_updates: dict[Any, int] = {}
+        self.backward_scales: dict[Any, torch.Tensor] = {}
+        self.random_states: dict[Any, torch.Tensor] = {}
+
+
+class Calls(threading.local):
+    """Which call of a compiled function runs in this thread: ``forward`` its forward, ``backward`` its backward.
+
+    ``again``: the forward is a second run of that call, which quantizes with its scales and records nothing.
+    """
+
+    forward: Call | None = None
+    again: bool = False
+    backward: Call | None = None
+
+
+class Run(NamedTuple):
+    """A run of a function's forward: of which call, whether inside ``torch.utils.checkpoint``, and whether again."""
+
+    call: Call
+    checkpointed: bool
+    again: bool
+
+
+class CheckpointedCalls:
+    """The calls of one jitted function under each ``torch.utils.checkpoint``, so that a second run finds its first."""
+
+    def __init__(self) -> None:
+        self._of: weakref.WeakKeyDictionary[Any, _OfCheckpoint] = weakref.WeakKeyDictionary()
+
+    def run(self) -> Run:
+        """The run that begins now.
+
+        Raises:
+            RuntimeError: a checkpoint calls the function more often in backward than it did at first.
+        """
+        checkpoint, recomputation = compat.checkpoint_under_way() or (None, None)
+        if checkpoint is None:
+            return Run(Call(), checkpointed=False, again=False)
+        calls = self._of.setdefault(checkpoint, _OfCheckpoint())
+        if recomputation is None:
+            return Run(calls.first(), checkpointed=True, again=False)
+        return Run(calls.next_of(recomputation), checkpointed=True, again=True)
+
+
+class _OfCheckpoint:
+    """The calls that were made under one checkpoint, in order, and how many of them the latest second run repeated."""
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+        self._recomputation: Any = None
+        self._repeated = 0
+
+    def first(self) -> Call:
+        self._calls.append(Call())
+        return self._calls[-1]
+
+    def next_of(self, recomputation: Any) -> Call:
+        # A run that is not told from the one before repeats all calls: it begins where that ended.
+        if self._recomputation is not recomputation or self._repeated == len(self._calls):
+            self._recomputation, self._repeated = recomputation, 0
+        if not self._calls:
+            raise RuntimeError(
+                "torch.utils.checkpoint calls a function of thunder.jit(executors=[te_ex]) in backward that it did "
+                "not call in FP8 in forward: call backward in the FP8 context of the forward"
+            )
+        self._repeated += 1
+        return self._calls[self._repeated - 1]
