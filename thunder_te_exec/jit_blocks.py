@@ -56,7 +56,7 @@ def jit_blocks(model: nn.Module, **options: Any) -> nn.Module:
     if options.get("transforms"):
         raise NotImplementedError("jit_blocks takes no transforms: they keep parameters of their own; jit the model")
     parts: dict[str, nn.Module] = {}
-    jitted = _Copy(model, _Family(model, options), parts, {}).of(model, "", False)
+    jitted = _Copy(_Family(options), parts, {}).of(model, "", False)
     _check_nothing_shared(parts)
     return jitted
 
@@ -72,7 +72,6 @@ class _Copy(NamedTuple):
     ``parts`` gets what is compiled, by name; ``copies`` what has been copied, by identity.
     """
 
-    model: nn.Module
     family: _Family
     parts: dict[str, nn.Module]
     copies: dict[int, nn.Module]
@@ -171,7 +170,7 @@ class _Part:
         offers = _Offers(name, self._traced, weakref.ref(self._lc_cd), weakref.ref(self._lc_cs), family)
         self._lc_cs.interpreter_cache = EntriesByContext([], family.options.get("te_fp8_recipe"), offers)
         state = Fp8State.of(self._lc_cd)
-        state.full_name, state.warned = family.full_names(name), family.warned
+        state.full_name, state.warned = _full_names(name), family.warned
         state.optimizer_steps = family.optimizer_steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,27 +199,16 @@ class _Part:
 class _Family:
     """What the parts of one model have in common: options, and what any of them has been compiled to."""
 
-    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.warned: set[str] = set()
         self.optimizer_steps = OptimizerSteps()
         self.compiled: list[_Offer] = []
-        first: dict[int, str] = {}
-        self._first_names = {
-            name: first.setdefault(id(parameter), name)
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
 
-    def full_names(self, part: str) -> Callable[[str], str]:
-        """From a weight's name in ``part`` to its name in the model: the first one, where it is also outside."""
-        prefix = f"{part}." if part else ""
 
-        def full_name(weight: str) -> str:
-            name = f"{prefix}{weight}"
-            first = self._first_names.get(name, name)
-            return name if first.startswith(prefix) else first
-
-        return full_name
+def _full_names(part: str) -> Callable[[str], str]:
+    """From a weight's name in ``part`` to its name in the model."""
+    return f"{part}.{{}}".format if part else str
 
 
 class _Offer(NamedTuple):
@@ -280,7 +268,7 @@ class _Offers(NamedTuple):
 
     def _is_filtered_like(self, other: _Offer) -> bool:
         wanted = self.family.options.get("te_filter")
-        mine, its = (self.family.full_names(name) for name in (self.name, other.name))
+        mine, its = (_full_names(name) for name in (self.name, other.name))
         return wanted is None or all(
             bool(wanted(mine(c.weight), c.weight_shape)) == bool(wanted(its(c.weight), c.weight_shape))
             for c in other.compiled.claims.values()
