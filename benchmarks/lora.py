@@ -26,7 +26,7 @@ OURS = "te_ex + torch_compile_ex"
 
 def build(method: str, make: Callable[..., Stack]) -> Callable:
     """The stack as a function of its input, ready to be differentiated; ``make(base=None)`` makes it."""
-    from thunder_te_exec import quantize_frozen_, te_ex  # before thunder
+    from thunder_te_exec import jit_blocks, quantize_frozen_, te_ex  # before thunder
 
     import torch
 
@@ -54,7 +54,8 @@ def build(method: str, make: Callable[..., Stack]) -> Callable:
         stack = make()
         if "FP8 weights" in method:
             quantize_frozen_(stack, keep_transposed="both" in method)
-        return thunder.jit(stack, executors=[te_ex, *fast], te_recompute_activations="saved" not in method)
+        jit = jit_blocks if "jit_blocks" in method else thunder.jit
+        return jit(stack, executors=[te_ex, *fast], te_recompute_activations="saved" not in method)
     if method == "te_ex":
         return thunder.jit(make(), executors=[te_ex, sdpa_ex])
     sys.exit(f"--method: no method {method!r}; one of {', '.join(METHODS)}")
@@ -62,6 +63,8 @@ def build(method: str, make: Callable[..., Stack]) -> Callable:
 
 METHODS = (
     OURS,
+    f"{OURS}, jit_blocks",
+    f"{OURS}, jit_blocks, FP8 weights",
     f"{OURS}, activations saved",
     f"{OURS}, FP8 weights",
     f"{OURS}, FP8 weights in both directions",
