@@ -317,6 +317,15 @@ def test_a_checkpoint_without_gradients_moves_no_scales(reentrant) -> None:
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
+def test_a_checkpoint_that_runs_again_under_another_recipe_raises(reentrant) -> None:
+    model = jitted_by(jit_blocks, model=Model(reentrant=reentrant))
+    with autocast(recipe=Float8CurrentScaling()):
+        loss = model(tokens(0)).square().mean()
+    with pytest.raises(RuntimeError, match="call backward in the FP8 context of the forward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
 def test_a_checkpointed_function_of_thunder_jit_takes_its_first_runs_scales(reentrant) -> None:
     found = []
     for checkpointed in (False, True):
