@@ -10,88 +10,12 @@ from contextlib import contextmanager
 import pytest
 import thunder
 import torch
-from recipes import RECIPES, float8_blocks
+from block_model import SOME_RECIPES, Adapted, Block, Model, jitted_by, tokens, train
 from steps import same
 from thunder.core import jit_ext
 from thunder_te_exec import autocast, claims, fp8_state_dict, jit_blocks, load_fp8_state_dict, te_ex
-from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
+from thunder_te_exec.recipe import Float8CurrentScaling
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-SOME_RECIPES = {name: RECIPES[name] for name in ("delayed", "current")} | {"blocks": float8_blocks}
-
-
-class Adapted(nn.Module):
-    """A frozen linear with a low-rank adapter."""
-
-    def __init__(self, out_features: int = 32) -> None:
-        super().__init__()
-        self.base = nn.Linear(32, out_features, bias=False).requires_grad_(False)
-        self.lora_A, self.lora_B = nn.Linear(32, 8, bias=False), nn.Linear(8, out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.lora_B(self.lora_A(x)) * 2.0
-
-
-class Block(nn.Module):
-    """A gated block with a norm and a residual connection, and what hostile cases change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(32)
-        self.q, self.k = Adapted(), Adapted()
-        self.o = nn.Linear(32, 32)
-        self.dropout = nn.Dropout(0.0)
-        self.factor, self.option, self.act = 1.0, None, torch.sigmoid
-        self.register_buffer("shift", torch.zeros(32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm(x)
-        h = self.act(self.q(h)) * self.k(h) * self.factor + self.shift
-        if self.option is not None:
-            h = h * 2.0
-        return x + self.dropout(self.o(h))
-
-
-class Model(nn.Module):
-    """Token numbers (2, 16) to logits (2, 16, 32); ``reentrant`` checkpoints each block, where it is no None."""
-
-    def __init__(self, blocks: int = 2, reentrant: bool | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.norm, self.head = nn.Embedding(32, 32), nn.RMSNorm(32), nn.Linear(32, 32, bias=False)
-        self.layers = nn.ModuleList(Block() for _ in range(blocks))
-        for i, layer in enumerate(self.layers):
-            layer.shift += i
-        self.reentrant = reentrant
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(x))
-
-
-def tokens(step: int) -> torch.Tensor:
-    return torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(step))
-
-
-def jitted_by(jit: Callable, recipe: str = "delayed", model: nn.Module | None = None, **options) -> nn.Module:
-    return jit(model or Model(), executors=[te_ex], te_fp8_recipe=SOME_RECIPES[recipe](), **options)
-
-
-def train(model: nn.Module, steps: int = 4, before: Callable[[nn.Module, int], None] = lambda model, step: None):
-    """Outputs and gradients of optimizer steps; ``before`` is called before each."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    found = []
-    for step in range(steps):
-        before(model, step)
-        y = model(tokens(step))
-        (y * (step + 1)).square().mean().backward()
-        found += [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
 
 
 @contextmanager
@@ -252,85 +176,6 @@ def test_te_filter_gets_full_names_and_blocks_that_it_tells_apart_are_not_shared
     assert traced.count("Block") == 2
     (claim,) = (c for c in claims(blocks) if c.weight == "layers.1.o.weight")
     assert claim.reason == "te_filter returned False"
-
-
-def outstanding(model: nn.Module, steps: int = 2, microbatches: int = 3) -> list[torch.Tensor]:
-    """Outputs and gradients of steps of several forwards, whose backwards come in reverse order."""
-    found = []
-    for step in range(steps):
-        ys = [model(tokens(10 * step + i)) * 4.0**i for i in range(microbatches)]
-        for y in reversed(ys):
-            y.square().mean().backward()
-        found += [*(y.detach() for y in ys), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-        model.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize("recipe,cached", ((*((recipe, None) for recipe in SOME_RECIPES), ("delayed", True))))
-@pytest.mark.parametrize("reentrant", (None, False, True), ids=("plain", "non-reentrant", "reentrant"))
-def test_microbatches_outstanding_have_the_bits_of_the_whole_model_also_checkpointed(recipe, reentrant, cached) -> None:
-    whole = jitted_by(thunder.jit, recipe, te_weight_cache=cached)
-    blocks = jitted_by(jit_blocks, recipe, Model(reentrant=reentrant), te_weight_cache=cached)
-    assert same(outstanding(whole), outstanding(blocks))
-    a, b = fp8_state_dict(whole), fp8_state_dict(blocks)
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.parametrize("reentrant", (None, False, True), ids=("plain", "non-reentrant", "reentrant"))
-def test_a_second_backward_of_one_forward_gives_the_same_gradients_and_moves_nothing(reentrant) -> None:
-    model = jitted_by(jit_blocks, model=Model(reentrant=reentrant))
-    for step in range(3):
-        loss = model(tokens(step)).square().mean()
-        loss.backward(retain_graph=True)
-        first, state = [p.grad for p in model.parameters()], fp8_state_dict(model)
-        model.zero_grad()
-        loss.backward()
-        assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, (p.grad for p in model.parameters())))
-        assert all(torch.equal(tensor, state[name]) for name, tensor in fp8_state_dict(model).items())
-        model.zero_grad()
-
-
-def test_several_calls_in_one_checkpoint_are_each_quantized_as_they_were() -> None:
-    found = []
-    for checkpointed in (False, True):
-        model = jitted_by(jit_blocks)
-        layers = model.layers
-
-        def run(x: torch.Tensor, layers=layers) -> torch.Tensor:
-            return layers[1](layers[0](layers[1](x * 3.0)))
-
-        xs = [torch.randn(16, 32, generator=torch.Generator().manual_seed(i), requires_grad=True) for i in range(2)]
-        ys = [checkpoint(run, x, use_reentrant=False) if checkpointed else run(x) for x in xs]
-        for y in ys:
-            y.square().sum().backward()
-        found.append([*(x.grad for x in xs), *(p.grad for p in layers.parameters() if p.grad is not None)])
-        found[-1] += fp8_state_dict(model).values()
-    assert same(*found)
-
-
-@pytest.mark.parametrize("reentrant", (False, True))
-def test_a_checkpoint_without_gradients_moves_no_scales(reentrant) -> None:
-    model = jitted_by(jit_blocks, model=Model(reentrant=reentrant))
-    with torch.no_grad():
-        model(tokens(0))
-    assert all((tensor == 1).all() for name, tensor in fp8_state_dict(model).items() if name.endswith("scale"))
-
-
-@pytest.mark.parametrize("reentrant", (False, True))
-def test_a_checkpointed_function_of_thunder_jit_takes_its_first_runs_scales(reentrant) -> None:
-    found = []
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
-        function = thunder.jit(module, executors=[te_ex], te_fp8_recipe=DelayedScaling(amax_history_len=2))
-        xs = [(torch.randn(16, 32) * 3.0**i).requires_grad_() for i in range(3)]
-        ys = [checkpoint(function, x, use_reentrant=reentrant) if checkpointed else function(x) for x in xs]
-        for y in reversed(ys):
-            y.square().sum().backward()
-        found.append(
-            [*(x.grad for x in xs), *(p.grad for p in module.parameters()), *fp8_state_dict(function).values()]
-        )
-    assert same(*found)
 
 
 @pytest.mark.parametrize("called_before", (False, True), ids=("before the first call", "after a call"))

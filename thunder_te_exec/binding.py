@@ -145,7 +145,13 @@ def bound(plan: Plan) -> dict[str, Any]:
         chosen = settings[linear.device]
         weights = _weight_cache(state, linear, recipes[linear.device], chosen, slots[name])
         ops[name] = Fp8Linear(chosen, slots[name], linear.device, linear.dtype, calls, weights)
-    context = Fp8ForwardContext(calls, updates[True], recomputes=bool(plan.recomputes), checkpointed=state.checkpointed)
+    context = Fp8ForwardContext(
+        calls,
+        updates[True],
+        recipes=tuple(recipes.values()),
+        recomputes=bool(plan.recomputes),
+        checkpointed=state.checkpointed,
+    )
     return {
         **ops,
         **{name: ops[first_reader[output]].quantize_input for name, output in plan.quantizes.items()},

@@ -17,15 +17,17 @@ class Call:
     """One forward call of a function, as its backward remembers it.
 
     Attributes:
+        recipes: which of the function's recipes it ran under, by their numbers.
         forward_scales: by group, the scales that the forward was quantized with, where it may run again.
         forward_updates: by group, how often these had been computed anew by then.
         backward_scales: by group, the scales that gradients were quantized with; empty until a backward has run.
         random_states: by linear, the device's random state when its gradient was rounded stochastically.
     """
 
-    __slots__ = ("backward_scales", "forward_scales", "forward_updates", "random_states")
+    __slots__ = ("backward_scales", "forward_scales", "forward_updates", "random_states", "recipes")
 
     def __init__(self) -> None:
+        self.recipes: tuple[int, ...] = ()
         self.forward_scales: dict[Any, torch.Tensor] = {}
         self.forward_updates: dict[Any, int] = {}
         self.backward_scales: dict[Any, torch.Tensor] = {}

@@ -37,6 +37,11 @@ _DIFFERENTIABLE_ONCE = (
     "derivatives outside of thunder.jit"
 )
 
+_OTHER_CONTEXT = (
+    "torch.utils.checkpoint runs a function of thunder.jit(executors=[te_ex]) again in backward under another recipe "
+    "than in forward: call backward in the FP8 context of the forward"
+)
+
 Saved = tuple[torch.Tensor, ...]
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
@@ -319,16 +324,23 @@ class Fp8ForwardContext:
     Args:
         calls: gets the forward call on entry.
         updates: the forward's scale updates.
+        recipes: which of the function's recipes it is for, by their numbers.
         recomputes: whether backward runs a linear of this forward again, with its scales.
         checkpointed: tells a run that ``torch.utils.checkpoint`` makes in backward, which takes its first run's scales
             and moves none.
     """
 
     def __init__(
-        self, calls: Calls, updates: Sequence[ScaleUpdate], *, recomputes: bool, checkpointed: CheckpointedCalls
+        self,
+        calls: Calls,
+        updates: Sequence[ScaleUpdate],
+        *,
+        recipes: tuple[int, ...],
+        recomputes: bool,
+        checkpointed: CheckpointedCalls,
     ) -> None:
         self._calls, self._updates, self._recomputes = calls, tuple(updates), recomputes
-        self._checkpointed = checkpointed
+        self._recipes, self._checkpointed = recipes, checkpointed
 
     def decorate(self, computation: Callable[..., Any]) -> Callable[..., Any]:
         """``computation`` inside this context."""
@@ -336,6 +348,9 @@ class Fp8ForwardContext:
         @functools.wraps(computation)
         def in_fp8(*args: Any, **kwargs: Any) -> Any:
             run = self._checkpointed.run()
+            if run.again and run.call.recipes != self._recipes:
+                raise RuntimeError(_OTHER_CONTEXT)
+            run.call.recipes = self._recipes
             self._calls.forward, self._calls.again = run.call, run.again
             out = computation(*args, **kwargs)
             # As te.autocast: what runs without gradients does not move the scales. The first run of a reentrant
