@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from oracle import E4M3, Scaling
 from programs import Checkpointed
 from steps import batch, same
+from thunder.executors.torch_compile import torch_compile_ex
 from thunder_te_exec import autocast, claims, dequantize_, quantize_frozen_, te_ex
 from thunder_te_exec.fp8_weight import Fp8Weight
 from thunder_te_exec.recipe import (
@@ -23,6 +24,7 @@ from thunder_te_exec.recipe import (
     NVFP4BlockScaling,
 )
 from torch import nn
+from torch.nn.utils.prune import l1_unstructured
 
 RECIPES = {
     "delayed": lambda: DelayedScaling(amax_history_len=2),
@@ -226,6 +228,115 @@ def test_a_compiled_function_follows_when_weights_are_quantized_and_dequantized(
     assert type(module[0].weight) is nn.Parameter and not module[0].weight.requires_grad
 
 
+class AlsoElsewhere(nn.Module):
+    """A weight that its linear, a regularizer and a transposed product read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+        for linear in (self.one, self.other):
+            linear.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.one(x)) @ self.one.weight
+        return self.other(x * 2) + (self.one.weight * self.one.weight).sum()
+
+
+@pytest.mark.parametrize("fused", (False, True))
+def test_what_is_no_fp8_linear_reads_the_dequantized_weight_behind_a_fuser_too(fused) -> None:
+    fp8 = AlsoElsewhere()
+    quantize_frozen_(fp8)
+    plain = dequantize_(copy.deepcopy(fp8))
+    functions = [
+        thunder.jit(m, executors=[te_ex, *([torch_compile_ex] if fused else [])], te_fp8_recipe=Float8CurrentScaling())
+        for m in (fp8, plain)
+    ]
+    for rows in (32, 15):
+        x = batch(0)[:rows]
+        assert all(map(torch.equal, *(step(f, m, x) for f, m in zip(functions, (fp8, plain))))), f"{rows} rows"
+        with torch.no_grad():
+            assert torch.equal(*(f(x) for f in functions))
+
+
+def test_nothing_is_kept_of_a_weight_that_is_quantized_after_a_call() -> None:
+    module = stack()
+    function = compiled(module, "current")
+    step(function, module, batch(0))
+    assert all(cache._kept is not None for cache in _weight_caches(function))
+    quantize_frozen_(module, Float8CurrentScaling())
+    step(function, module, batch(0))
+    assert all(cache._kept is None for cache in _weight_caches(function))
+
+
+def test_under_delayed_scaling_a_weight_leaves_fp8_with_its_scale() -> None:
+    module = stack()
+    function = compiled(module, "delayed")
+    quantize_frozen_(module, RECIPES["delayed"]())
+    step(function, module, batch(0))
+    held = [module[i].weight.operand.rowwise for i in (0, 2)]
+    dequantize_(module)
+    with torch.no_grad():
+        function(batch(0))
+    for cache, (data, scale_inv) in zip(_weight_caches(function), held):
+        assert torch.equal(cache._kept.operand.rowwise[0], data)
+        torch.testing.assert_close(cache._kept.operand.rowwise[1], scale_inv, rtol=2.0**-23, atol=0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("keep_transposed", (False, True))
+def test_loading_between_forward_and_backward_raises(recipe, keep_transposed) -> None:
+    fp8 = stack()
+    quantize_frozen_(fp8, RECIPES[recipe](), keep_transposed=keep_transposed)
+    y = compiled(fp8, recipe)(batch(0).requires_grad_())
+    fp8.load_state_dict({name: 3 * t for name, t in fp8.state_dict().items()})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_computed_weight_is_not_quantized_and_says_so() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False)
+    nn.utils.parametrizations.weight_norm(model[0])
+    l1_unstructured(model[1], "weight", 0.5)
+    reasons = [w.reason for w in quantize_frozen_(model)]
+    assert reasons == ["computed from other parameters (parametrized or pruned)"] * 2 + [""]
+    assert sum(isinstance(p, Fp8Weight) for p in model.parameters()) == 1
+
+
+def test_of_linears_with_one_weight_all_are_quantized_or_none() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False)
+    model[1].weight = model[0].weight
+    report = quantize_frozen_(model, te_filter=lambda name, shape: name != "0.weight")
+    assert [w.reason for w in report] == ["te_filter returned False"] * 2
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_quantizing_again_changes_what_is_kept_and_how_it_is_saved() -> None:
+    fp8 = stack()
+    quantize_frozen_(fp8, Float8CurrentScaling())
+    bits = fp8[0].weight.operand.rowwise
+    quantize_frozen_(fp8, Float8CurrentScaling(), keep_transposed=True, state_dict="fp8")
+    assert fp8[0].weight.keeps_transposed and fp8.state_dict()["0.weight"].dtype is torch.float8_e4m3fn
+    quantize_frozen_(fp8, Float8CurrentScaling())
+    assert not fp8[0].weight.keeps_transposed and same(bits, fp8[0].weight.operand.rowwise)
+
+
+def test_what_a_user_put_on_a_parameter_stays_on_it() -> None:
+    fp8 = stack()
+    fp8[0].weight.no_weight_decay = True
+    quantize_frozen_(fp8)
+    assert fp8[0].weight.no_weight_decay
+    dequantize_(fp8)
+    assert fp8[0].weight.no_weight_decay and not hasattr(fp8[0].weight, "operand")
+
+
+def test_quantized_in_inference_mode_it_serves_training() -> None:
+    fp8 = stack()
+    with torch.inference_mode():
+        quantize_frozen_(fp8, Float8CurrentScaling())
+    assert all(t.isfinite().all() for t in step(compiled(fp8, "current"), fp8, batch(0)))
+
+
 # --- state_dict -------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +373,28 @@ def test_a_state_dict_of_high_precision_loads_into_an_ordinary_model() -> None:
     quantize_frozen_(fp8)
     plain.load_state_dict(fp8.state_dict())
     assert same(numbers(fp8), numbers(plain))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_pair_loads_into_a_linear_of_the_model_that_is_not_in_fp8_now(recipe) -> None:
+    fp8 = stack()
+    quantize_frozen_(fp8, RECIPES[recipe](), state_dict="fp8")
+    state = fp8.state_dict()
+    expected = numbers(fp8)
+    dequantize_(fp8)
+    with torch.no_grad():
+        for p in fp8.parameters():
+            p.zero_()
+    fp8.load_state_dict(state, strict=False)
+    assert same(numbers(fp8), expected)
+
+
+def test_a_weight_that_something_else_came_to_share_is_in_the_state_dict_as_numbers() -> None:
+    model = nn.ModuleDict({"head": nn.Linear(32, 48, bias=False), "embedding": nn.Embedding(48, 32)})
+    model.requires_grad_(False)
+    quantize_frozen_(model)
+    model["embedding"].weight = model["head"].weight
+    assert {type(t) for t in model.state_dict().values()} == {torch.Tensor}
 
 
 def test_a_pair_that_does_not_fit_is_reported_and_changes_nothing() -> None:
@@ -305,6 +438,11 @@ def test_copies_and_moves_keep_the_bits() -> None:
         assert isinstance(weight, Fp8Weight) and isinstance(weight, nn.Parameter) and not weight.requires_grad
         for mine, theirs in zip(weight.operand, fp8[0].weight.operand):
             assert same(mine, theirs) and mine[0].data_ptr() != theirs[0].data_ptr()
+    assert pickle.loads(pickle.dumps(copy.deepcopy(fp8).requires_grad_(True)))[0].weight.requires_grad
+    shared = copy.deepcopy(fp8).share_memory()[0].weight
+    assert all(t.is_shared() for matrix in shared.operand for t in matrix)
+    plain = torch.empty_like(fp8[0].weight)
+    assert type(plain) is torch.Tensor and plain.dtype is torch.float32
     half = copy.deepcopy(fp8).to(torch.float16)
     assert half[0].weight.dtype == half[0].weight.dequantize().dtype == torch.float16
 
@@ -317,11 +455,17 @@ WRITES = {
     "index": lambda w: w.__setitem__(0, 0),
     "slice": lambda w: w[:8].zero_(),
     "fill": lambda w: nn.init.zeros_(w),
+    "data =": lambda w: setattr(w, "data", w.dequantize() * 2),
+    "broadcast": lambda w: torch.distributed.broadcast(w.data, src=0),
+    "all_reduce": lambda w: torch.distributed.all_reduce(w.data),
 }
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_writing_to_one_raises_with_its_name_and_changes_nothing(write) -> None:
+def test_writing_to_one_raises_with_its_name_and_changes_nothing(write, request, tmp_path) -> None:
+    if write in ("broadcast", "all_reduce"):
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        request.addfinalizer(torch.distributed.destroy_process_group)
     fp8 = stack()
     quantize_frozen_(fp8)
     before = numbers(fp8)

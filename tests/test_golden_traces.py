@@ -20,7 +20,9 @@ from programs import (
 from recipes import FLOAT8_BLOCKS, MICROSCALING
 from thunder.executors.torch_compile import torch_compile_ex
 from thunder_te_exec import passes
+from thunder_te_exec import quantize_frozen_
 from thunder_te_exec.passes import PASSES
+from thunder_te_exec.passes.high_precision_weights import high_precision_weights
 from traces import as_text, jitted, joint_trace
 
 
@@ -70,8 +72,20 @@ def test_each_pass_rewrites_its_program_as_its_golden_trace_shows(name, golden) 
         trace = rewritten
 
 
+def test_high_precision_reads_of_fp8_weights_are_those_of_the_golden_trace(golden) -> None:
+    module, x = first_linear_frozen_and_no_input_gradient()
+    module[0].weight.requires_grad_(True)
+    module[1].weight.requires_grad_(False)
+    module[0].bias = None
+    quantize_frozen_(module)
+    name = "high_precision_weights"
+    # 15 rows: no linear is claimed. What is shown after it is the trace after all passes.
+    before, after = joint_trace(module, x[:15])
+    assert f"{as_text(before)}\n# --- after {name} ---\n{as_text(after)}" == golden(name=f"pass_{name}")
+
+
 def test_every_pass_is_a_file_of_its_name() -> None:
-    for run in PASSES:
+    for run in (*PASSES, high_precision_weights):
         assert run.__module__ == f"{passes.__name__}.{run.__name__}"
 
 

@@ -14,6 +14,7 @@ from block_model import SOME_RECIPES, Adapted, Block, Model, jitted_by, tokens, 
 from steps import same
 from thunder.core import jit_ext
 from thunder_te_exec import autocast, claims, fp8_state_dict, jit_blocks, load_fp8_state_dict, te_ex
+from thunder_te_exec.alike import description_of, first_difference
 from thunder_te_exec.recipe import Float8CurrentScaling
 from torch import nn
 
@@ -109,6 +110,68 @@ def test_a_block_that_differs_is_compiled_by_itself_and_says_why(what, monkeypat
     assert traced.count("Block") == 2
     assert any(f": {name}" in str(w.message) for w in warned), [str(w.message) for w in warned]
     assert same(train(whole, steps=2), found)
+
+
+def inner_function():
+    return lambda x: x
+
+
+#: What peft and LitGPT leave in their modules, other in each, that no program reads.
+LIKENESSES: dict[str, Callable[[Block, int], object]] = {
+    "own name": lambda b, i: replace("kwargs", {"target_name": f"layers.{i}.q", "list": [f"layers.{i}"]})(b.q),
+    "functions of one code": lambda b, i: replace("lora_dropout", inner_function())(b.q),
+}
+
+
+@pytest.mark.parametrize("what", LIKENESSES)
+def test_blocks_that_no_program_tells_apart_are_traced_once(what, monkeypatch) -> None:
+    models = [Model(), Model()]
+    for model in models:
+        for i, layer in enumerate(model.layers):
+            LIKENESSES[what](layer, i)
+    whole, blocks = jitted_by(thunder.jit, model=models[0]), jitted_by(jit_blocks, model=models[1])
+    with counted(monkeypatch) as traced:
+        found = train(blocks, steps=2)
+    assert traced.count("Block") == 1
+    assert same(train(whole, steps=2), found)
+
+
+def test_names_that_are_not_a_blocks_own_and_functions_over_other_values_are_told_apart() -> None:
+    def over(value: float) -> Callable:
+        return lambda x: x * value
+
+    for name, values in {
+        "kwargs": ({"of": "layers.1.q"}, {"of": "layers.0.q"}),
+        "act": (over(2.0), over(3.0)),
+        "list": ([1.0], [2.0]),
+    }.items():
+        block = Block()
+        descriptions = []
+        for i, value in enumerate(values):
+            setattr(block, name, value)
+            descriptions.append(description_of(block, f"layers.{i}"))
+        assert first_difference(*descriptions).startswith(f"{name} is ")
+
+
+def test_a_buffer_that_the_first_run_makes_is_each_blocks_own() -> None:
+    models = [Model(), Model()]
+    for model in models:
+        for layer in model.layers:
+            layer.__class__ = Lazy
+            layer.register_buffer("made", None, persistent=False)
+    whole, blocks = jitted_by(thunder.jit, model=models[0]), jitted_by(jit_blocks, model=models[1])
+    assert same(train(whole, steps=2), train(blocks, steps=2))
+    first, second = (layer.made for layer in blocks.layers)
+    assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
+
+
+class Lazy(Block):
+    """Makes a buffer when it first runs, as LitGPT's q, k and v with adapters do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.made is None:
+            self.made = torch.full((32,), 0.5)
+        return super().forward(x) + self.made
 
 
 def test_a_block_of_another_class_is_compiled_by_itself(monkeypatch) -> None:

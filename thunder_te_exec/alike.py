@@ -19,9 +19,6 @@ HOOKS = frozenset(
 )
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.device)
-#: As attributes of a module: thunder's prologue checks each that was read, so that an index or a name of a block that
-#: nobody reads does not tell blocks apart. Inside of containers it checks not all of them.
-_CHECKED = (bool, int, float, str)
 _TENSORS = ("_parameters", "_buffers")
 
 
@@ -39,15 +36,15 @@ class _Same:
 
 
 def description_of(module: nn.Module, fqn: str) -> dict[str, Any]:
-    """What tracing ``module``, ``fqn`` of its model, may depend on that the prologue of a trace does not check.
+    """What tracing ``module``, ``fqn`` of its model, may depend on, by name: equal descriptions, equal traces.
 
     Classes and paths of all submodules; of parameters and buffers type, shape, strides, dtype, device, requires_grad
-    and which are one tensor; every other attribute, hooks included. Of a module's numbers and strings only the types
-    are in it, for the prologue checks their values where they were read. In containers, numbers and strings are equal
-    by value, but for strings that begin with the module's own name, such as those in which peft keeps the names of its
-    targets; functions are equal by their code and what they close over. All other objects, plain tensors among them,
-    are equal only to themselves, with their attributes as they
-    are now: thunder compiles in None, enums, functions, and sums of lists.
+    and which are one tensor; every other attribute, hooks included. Numbers, strings, and containers of such are equal
+    by value, but for strings in containers that begin with the module's own name, such as those in which peft keeps
+    the names of its targets; functions are equal by their code and what they close over. All other objects, plain
+    tensors among them, are equal only to themselves, with their attributes as they are now. thunder's prologue checks
+    part of this alone, and not None, enums, functions, or a sum of a list; of a module whose forward it reads it checks
+    all numbers and strings, so that an index of a block that nobody uses keeps blocks apart there too.
     """
     own = _own_names(fqn)
     found: dict[str, Any] = {}
@@ -63,8 +60,6 @@ def description_of(module: nn.Module, fqn: str) -> dict[str, Any]:
                     found[f"{dot}{key}"] = name, one, _metadata(tensor)
             elif name == "_modules":
                 found[f"{dot}{name}"] = tuple((key, child is None) for key, child in value.items())
-            elif type(value) in _CHECKED:
-                found[f"{dot}{name}"] = type(value)
             else:
                 found[f"{dot}{name}"] = _value(value, own)
     return found
@@ -122,6 +117,5 @@ def _value(value: Any, own: tuple[str, ...], inside: tuple[int, ...] = ()) -> An
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, tuple) and value and isinstance(value[0], type):
-        return str(value[1])
-    return str(value)
+    shown = str(value[1]) if isinstance(value, tuple) and value and isinstance(value[0], type) else str(value)
+    return shown if len(shown) < 200 else f"{shown[:200]}..."

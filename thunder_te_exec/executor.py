@@ -22,12 +22,15 @@ from thunder.extend import FusionExecutor, OperatorExecutor, register_executor
 from thunder_te_exec import symbols
 from thunder_te_exec.binding import bind, linear_keys
 from thunder_te_exec.claim import decide, note_linears_of_others
+from thunder_te_exec.fp8_weight import Fp8Weight, in_high_precision
 from thunder_te_exec.layouts import TensorSpec, operand_specs
 from thunder_te_exec.linear import fp8_linear_backward
 from thunder_te_exec.passes import OPTIMIZATIONS, PASSES, recomputed_activations
+from thunder_te_exec.passes.high_precision_weights import high_precision_weights
 from thunder_te_exec.passes.patterns import writes_in_place
 from thunder_te_exec.recipe import TensorRole
 from thunder_te_exec.settings import Settings
+from thunder_te_exec.state import Fp8State
 from thunder_te_exec.symbols import Wanted, is_te_linear
 
 __all__ = ["te_ex"]
@@ -53,6 +56,9 @@ class TransformerEngineExecutor(OperatorExecutor, FusionExecutor):
             return trace  # no jitted function that state could belong to
         note_linears_of_others(trace)
         keys = linear_keys(trace)
+        held = _held_in_fp8(trace)
+        if held:
+            trace = high_precision_weights(trace, held, te_high_precision)
         for run in _passes_for(trace):
             trace = run(trace)
         ours = any(is_te_linear(b) or b.sym == symbols.te_differentiable_once for b in trace.bound_symbols)
@@ -66,6 +72,16 @@ def _passes_for(trace: TraceCtx) -> tuple[Callable[[TraceCtx], TraceCtx], ...]:
     if not Settings.recomputes_activations():
         left_out.add(recomputed_activations)
     return tuple(run for run in PASSES if run not in left_out)
+
+
+def _held_in_fp8(trace: TraceCtx) -> frozenset[str]:
+    """The proxies of the weights that are held in FP8 alone now."""
+    cd, cs = compat.current_compilation()
+    if not isinstance(cd.fn, torch.nn.Module):
+        return frozenset()
+    held = {name for name, p in cd.fn.named_parameters(remove_duplicate=False) if isinstance(p, Fp8Weight)}
+    names = Fp8State.of(cd).names.parameters(trace, cs.last_prologue_traces[-1]) if held else {}
+    return frozenset(proxy for proxy, name in names.items() if name in held)
 
 
 te_ex = TransformerEngineExecutor("thunder_te")
@@ -84,7 +100,8 @@ def _bound(symbol: Symbol, fn: Callable[..., Any] | None) -> Symbol:
 # A te_linear gets what it runs, which holds its state, when the passes are done.
 te_linear = _bound(symbols.te_linear, None)
 te_functional_linear_backward = _bound(symbols.te_functional_linear_backward, fp8_linear_backward)
-for _symbol in (te_linear, te_functional_linear_backward):
+te_high_precision = _bound(symbols.te_high_precision, in_high_precision)
+for _symbol in (te_linear, te_functional_linear_backward, te_high_precision):
     te_ex.opmap[_symbol.name] = _symbol
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from thunder_te_exec.backends import Backend, Operand, default_backend, dequantize
+from thunder_te_exec.backends import Backend, Matrix, Operand, default_backend, dequantize
 from thunder_te_exec.layouts import block_shape, operand_specs
-from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype
+from thunder_te_exec.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, TensorRole, fp8_dtype
 from thunder_te_exec.state import AmaxGroup
 
-__all__ = ["Fp8Weight", "weight_format"]
+__all__ = ["Fp8Weight", "dequantize_pair", "in_high_precision", "weight_format"]
 
 aten = torch.ops.aten
 
@@ -43,6 +43,7 @@ class Fp8Weight(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    OWN_ATTRIBUTES = frozenset(("operand", "recipe", "fqn", "saves_fp8", "format"))
 
     @staticmethod
     def __new__(cls, operand: Operand, recipe: Any, dtype: torch.dtype, fqn: str, saves_fp8: bool = False) -> Fp8Weight:
@@ -107,9 +108,18 @@ class Fp8Weight(torch.Tensor):
         mine, theirs = (tuple((tuple(t.shape), t.dtype) for t in p) for p in (self.pair(), (data, scale_inv)))
         if mine != theirs:
             raise ValueError(f"{self.fqn}: expected FP8 data and scale_inv of {mine}, got {theirs}")
-        rowwise = data.view(torch.uint8), scale_inv
-        columnwise = _backend(self.recipe, data.device, self.fqn).transpose(self.recipe, _ROLE)(rowwise)
-        return self._with(Operand(rowwise, columnwise if self.keeps_transposed else None))
+        return self._with(self._in_directions((data.view(torch.uint8), scale_inv), self.keeps_transposed))
+
+    def keep_transposed_(self, keep: bool) -> None:
+        """Make, or drop, the transposed copy."""
+        if keep != self.keeps_transposed:
+            self.operand = self._in_directions(self.operand.rowwise, keep)
+
+    def _in_directions(self, rowwise: Matrix, keep_transposed: bool) -> Operand:
+        if not keep_transposed:
+            return Operand(rowwise, None)
+        backend = _backend(self.recipe, rowwise[0].device, self.fqn)
+        return Operand(rowwise, backend.transpose(self.recipe, _ROLE)(rowwise))
 
     def requantized(self, weight: torch.Tensor) -> Fp8Weight:
         """A weight like this of other numbers."""
@@ -141,10 +151,7 @@ class Fp8Weight(torch.Tensor):
         if written is not None:
             if func in _SLICES:
                 raise RuntimeError(f"{written.fqn}: {func} of a weight that is held in FP8; take it of .dequantize()")
-            raise RuntimeError(
-                f"{written.fqn}: {func} would write to a weight that is held in FP8, and round the result to FP8; "
-                f"call dequantize_(model) first (before merging adapters, for one)"
-            )
+            raise RuntimeError(_would_round(written.fqn, str(func)))
         args, kwargs = tree_map_only(Fp8Weight, Fp8Weight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -156,7 +163,7 @@ class Fp8Weight(torch.Tensor):
     @data.setter
     def data(self, new: torch.Tensor) -> None:
         if not isinstance(new, Fp8Weight):
-            new = self.requantized(new)
+            raise RuntimeError(_would_round(self.fqn, "assigning .data"))
         torch.Tensor.data.__set__(self, new)  # shape, type and device
         self.operand, self.recipe, self.format = new.operand, new.recipe, new.format
 
@@ -167,30 +174,59 @@ class Fp8Weight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: int) -> Any:
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuild, (self.operand, self.recipe, self.dtype, self.fqn, self.saves_fp8, is_parameter)
+        parts = self.operand, self.recipe, self.dtype, self.fqn, self.saves_fp8
+        return _rebuild, (*parts, is_parameter, self.requires_grad)
+
+    def share_memory_(self) -> Fp8Weight:
+        self._map(torch.Tensor.share_memory_)
+        return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         kind = type(self.recipe).__name__
         return f"Fp8Weight({self.fqn}, {tuple(self.shape)}, {kind}, {self.dtype}, device='{self.device}')"
 
 
+def in_high_precision(weight: torch.Tensor) -> torch.Tensor:
+    """The implementation of ``te_high_precision``: an ordinary tensor, whatever holds ``weight`` by now."""
+    return weight.dequantize() if isinstance(weight, Fp8Weight) else weight
+
+
+def dequantize_pair(data: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    """The numbers of a :meth:`Fp8Weight.pair`, float32 or higher.
+
+    Raises:
+        ValueError: ``scale_inv`` is neither one number nor one for each 128 x 128 block.
+    """
+    recipe = Float8CurrentScaling() if scale_inv.numel() == 1 else Float8BlockScaling()
+    expected = operand_specs(recipe, _ROLE, tuple(data.shape))[1].shape
+    if tuple(scale_inv.shape) != expected or data.dtype != fp8_dtype(recipe, _ROLE):
+        raise ValueError(f"scale_inv {tuple(scale_inv.shape)} of {data.dtype} {tuple(data.shape)}: expected {expected}")
+    return dequantize(recipe, _ROLE, (data.view(torch.uint8), scale_inv))
+
+
 def _rebuild(
-    operand: Operand, recipe: Any, dtype: torch.dtype, fqn: str, saves_fp8: bool, is_parameter: bool
+    operand: Operand, recipe: Any, dtype: torch.dtype, fqn: str, saves_fp8: bool, is_parameter: bool, trained: bool
 ) -> Fp8Weight:
     weight = Fp8Weight(operand, recipe, dtype, fqn, saves_fp8)
-    return torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight
+    return torch.nn.Parameter(weight, requires_grad=trained) if is_parameter else weight
+
+
+def _would_round(fqn: str, what: str) -> str:
+    return (
+        f"{fqn}: {what} would write to a weight that is held in FP8, and round the result to FP8; call "
+        f"dequantize_(model) first (before merging adapters, for one)"
+    )
 
 
 def _written_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The FP8 weights that ``func`` writes to: in place, or in a slice that the caller may write to."""
-    slices = func in _SLICES
+    # Slices: the caller may write to one. Collectives: their schemas do not say what they write to.
+    every = func in _SLICES or func.namespace == "c10d"
     for i, argument in enumerate(func._schema.arguments):
-        writes = argument.alias_info is not None and (argument.alias_info.is_write or slices)
+        writes = every or (argument.alias_info is not None and argument.alias_info.is_write)
         if writes:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from (
-                v for v in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(v, Fp8Weight)
-            )
+            yield from (v for v in tree_leaves(value) if isinstance(v, Fp8Weight))
 
 
 def _copy_(self: Fp8Weight, source: torch.Tensor, non_blocking: bool = False) -> Fp8Weight:
@@ -208,6 +244,8 @@ def _copy_(self: Fp8Weight, source: torch.Tensor, non_blocking: bool = False) ->
         if mine is not None:
             for a, b in zip(mine, theirs):
                 a.copy_(b, non_blocking=non_blocking)
+    # In a dispatch torch counts no writes, which it checks where a forward saved these tensors for its backward.
+    torch.autograd.graph.increment_version([t for matrix in self.operand if matrix is not None for t in matrix])
     return self
 
 
@@ -219,7 +257,9 @@ def _to_copy(self: Fp8Weight, *, dtype: torch.dtype | None = None, **kwargs: Any
 
 def _empty_like(self: Fp8Weight, *, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
     kwargs.pop("memory_format", None)
-    return self._map(lambda t: torch.empty_like(t, **kwargs), dtype)
+    if kwargs.get("device") is None or (dtype is not None and not dtype.is_floating_point):
+        return torch.empty(self.shape, **(kwargs | {"dtype": dtype or self.dtype, "device": self.device}))
+    return self._map(lambda t: torch.empty_like(t, **kwargs), dtype)  # as Module.to_empty asks for
 
 
 def _alias(self: Fp8Weight) -> Fp8Weight:
@@ -261,15 +301,18 @@ def _quantize(weight: torch.Tensor, recipe: Any, fqn: str, *, columnwise: bool) 
         matrices = [tuple(torch.empty(s.shape, dtype=s.dtype, device="meta") for s in matrix) for matrix in specs]
         return Operand(*matrices, *(() if columnwise else (None,)))
     backend = _backend(recipe, weight.device, fqn)
-    weight = weight.contiguous()
-    slot = None
-    if isinstance(recipe, DelayedScaling):
-        # The scale that a weight has for good once its amax is known.
-        group = AmaxGroup(1, 1, fp8_dtype(recipe, _ROLE), weight.device)
-        slot = group.slot(0)
-        _quantizer(backend, recipe, slot, weight.device, columnwise=False)(weight)
-        backend.update_scales(group, recipe)
-    return _quantizer(backend, recipe, slot, weight.device, columnwise=columnwise)(weight)
+    with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode can't be saved for a backward
+        weight = weight.contiguous()
+        slot = None
+        if isinstance(recipe, DelayedScaling):
+            # The scale that a weight has for good, when its amax is in all of the history.
+            group = AmaxGroup(1, recipe.amax_history_len, fp8_dtype(recipe, _ROLE), weight.device)
+            slot = group.slot(0)
+            quantize = _quantizer(backend, recipe, slot, weight.device, columnwise=False)
+            for _ in range(recipe.amax_history_len if callable(recipe.amax_compute_algo) else 1):
+                quantize(weight)
+                backend.update_scales(group, recipe)
+        return _quantizer(backend, recipe, slot, weight.device, columnwise=columnwise)(weight)
 
 
 def _quantizer(

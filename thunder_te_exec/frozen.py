@@ -15,7 +15,7 @@ from thunder.core.module import ThunderModule
 
 from thunder_te_exec.autocast import default_recipe
 from thunder_te_exec.claim import why_not_worth
-from thunder_te_exec.fp8_weight import Fp8Weight, weight_format
+from thunder_te_exec.fp8_weight import Fp8Weight, dequantize_pair, weight_format
 from thunder_te_exec.layouts import alignment, is_transposable
 from thunder_te_exec.recipe import TensorRole, check_supported
 
@@ -83,21 +83,28 @@ def quantize_frozen_(
         if not isinstance(module, nn.Linear)
         for parameter in module.parameters(recurse=False)
     }
-    report = []
+    linears: dict[int, dict[str, nn.Linear]] = {}  # by weight, which several may have in common
     for module_name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            name, weight = f"{module_name}.weight".lstrip("."), module.weight
-            chosen = recipe if recipe is not None else default_recipe(weight.device)
-            _check(chosen)
-            reason = _why_not(name, weight, chosen, te_filter, others.get(id(weight)))
-            if not reason:
-                if not isinstance(weight, Fp8Weight):
-                    fp8 = Fp8Weight.quantized(
-                        weight, chosen, name, keep_transposed=keep_transposed, saves_fp8=state_dict == "fp8"
-                    )
-                    _become(weight, name, fp8)
-                _add_hooks(module)
-            report.append(FrozenWeight(name, tuple(weight.shape), not reason, reason))
+            linears.setdefault(id(module.weight), {})[f"{module_name}.weight".lstrip(".")] = module
+    report = []
+    for key, modules in linears.items():
+        name, module = next(iter(modules.items()))
+        weight = module.weight
+        chosen = recipe if recipe is not None else default_recipe(weight.device)
+        _check(chosen)
+        reasons = (_why_not(n, m, chosen, te_filter, others.get(key)) for n, m in modules.items())
+        reason = next(filter(None, reasons), "")
+        if not reason:
+            saves_fp8 = state_dict == "fp8"
+            if isinstance(weight, Fp8Weight):
+                weight.keep_transposed_(keep_transposed)
+                weight.saves_fp8 = saves_fp8
+            else:
+                fp8 = Fp8Weight.quantized(weight, chosen, name, keep_transposed=keep_transposed, saves_fp8=saves_fp8)
+                _become(weight, name, fp8)
+        report += (FrozenWeight(n, tuple(weight.shape), not reason, reason) for n in modules)
+    _add_hooks(model)
     return tuple(report)
 
 
@@ -123,10 +130,16 @@ def _unjitted(model: nn.Module, function: str) -> nn.Module:
 
 def _become(parameter: nn.Parameter, name: str, weight: torch.Tensor) -> None:
     """Make ``parameter`` hold ``weight``, for all that refer to it: linears, optimizers, functions of thunder.jit."""
+    new = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+    users = {key: value for key, value in vars(parameter).items() if key not in Fp8Weight.OWN_ATTRIBUTES}
     try:
-        torch.utils.swap_tensors(parameter, nn.Parameter(weight, requires_grad=parameter.requires_grad))
+        torch.utils.swap_tensors(parameter, new)
     except RuntimeError as e:
-        raise RuntimeError(f"{name}: cannot be exchanged for its other form: {e}") from e
+        raise RuntimeError(
+            f"{name}: cannot be exchanged for its other form while something refers to it, such as a graph that waits "
+            f"for its backward, or what thunderfx or torch.export made: change it before that ({e})"
+        ) from e
+    vars(parameter).update(users)
 
 
 def _check(recipe: Any) -> None:
@@ -141,11 +154,14 @@ def _check(recipe: Any) -> None:
 
 def _why_not(
     name: str,
-    weight: torch.Tensor,
+    linear: nn.Linear,
     recipe: Any,
     te_filter: Callable[[str, tuple[int, ...]], bool] | None,
     other: str | None,
 ) -> str:
+    weight = linear.weight
+    if linear._parameters.get("weight") is not weight:
+        return "computed from other parameters (parametrized or pruned)"
     if isinstance(weight, Fp8Weight):
         found = type(weight.recipe).__name__
         return "" if weight.format == weight_format(recipe) else f"held in FP8 already, as {found} has it"
@@ -162,20 +178,23 @@ def _why_not(
     return why_not_worth(tuple(weight.shape), name, te_filter) or ""
 
 
-def _add_hooks(linear: nn.Linear) -> None:
-    if _on_save not in linear._state_dict_hooks.values():
-        linear.register_state_dict_post_hook(_on_save)
-        linear.register_load_state_dict_pre_hook(_on_load)
+def _add_hooks(model: nn.Module) -> None:
+    """Let the state_dict of ``model``, and of each of its linears, give and take other forms of FP8 weights."""
+    for module in model.modules():
+        is_linear = isinstance(module, nn.Linear)
+        if (is_linear or module is model) and _on_save not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(_on_save)
+            if is_linear:
+                module.register_load_state_dict_pre_hook(_on_load)
 
 
-def _on_save(linear: nn.Linear, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    key = f"{prefix}weight"
-    weight = state_dict.get(key)
-    if isinstance(weight, Fp8Weight):
-        if weight.saves_fp8:
-            state_dict[key], state_dict[f"{key}_scale_inv"] = weight.pair()
-        else:
-            state_dict[key] = weight.dequantize()
+def _on_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+    for key, weight in list(state_dict.items()):
+        if isinstance(weight, Fp8Weight) and key.startswith(prefix):
+            if weight.saves_fp8:
+                state_dict[key], state_dict[f"{key}_scale_inv"] = weight.pair()
+            else:
+                state_dict[key] = weight.dequantize()
 
 
 def _on_load(
@@ -191,14 +210,16 @@ def _on_load(
     """Put one tensor that ``linear.weight`` can copy in the place of a pair, or that can take its place."""
     key = f"{prefix}weight"
     weight, found = linear.weight, state_dict.get(key)
-    if not isinstance(weight, Fp8Weight) or found is None:
-        return
     scale_inv = state_dict.pop(f"{key}_scale_inv", None)
+    if not isinstance(found, torch.Tensor):
+        return
     try:
-        if scale_inv is not None:
-            state_dict[key] = weight.of_pair(found, scale_inv)
-        elif found.element_size() == 1:
+        if found.element_size() == 1 and scale_inv is None:
             raise ValueError(f"{key} is {found.dtype} and {key}_scale_inv is missing: its numbers are not known")
+        if not isinstance(weight, Fp8Weight):
+            state_dict[key] = found if scale_inv is None else dequantize_pair(found, scale_inv).to(weight.dtype)
+        elif scale_inv is not None:
+            state_dict[key] = weight.of_pair(found, scale_inv)
         elif local_metadata.get("assign_to_params_buffers"):
             state_dict[key] = weight.requantized(found)
     except (ValueError, RuntimeError) as e:

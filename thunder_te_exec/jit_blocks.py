@@ -238,7 +238,7 @@ class _Offers(NamedTuple):
         """``entry`` was compiled for this part."""
         description = description_of(self.traced, self.name)
         others = [o for o in self.family.compiled if o.module_class is type(self.traced) and o.name != self.name]
-        differences = [first_difference(description, other.description) for other in others]
+        differences = [first_difference(description, o.description) for o in others]
         if all(differences) and differences:
             warnings.warn(
                 f"jit_blocks: {self.name} is compiled by itself, for it differs from {others[-1].name}: "

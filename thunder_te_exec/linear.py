@@ -99,6 +99,7 @@ class Fp8Linear:
         self._stochastic = quantization_params(settings.recipe, TensorRole.GRAD_OUTPUT).stochastic_rounding
         self._quantizers = _Quantizers(settings, slots, device)
         self._weight_format = weight_format(settings.recipe)
+        self._held_scale_inv: torch.Tensor | None = None
         self._fprop, self._dgrad, self._wgrad = (settings.backend.gemm(settings.recipe, p, dtype) for p in Product)
 
     def __call__(
@@ -184,7 +185,7 @@ class Fp8Linear:
         accumulate: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Saved, bool]:
         if isinstance(w, Fp8Weight):
-            q = w.operand_of(self._weight_format)
+            q = self._held(w)
         elif self._weights is None:
             q = self._quantizers_of_forward(again).weight[input_requires_grad](w.contiguous())
         else:
@@ -198,6 +199,17 @@ class Fp8Linear:
         if input_requires_grad:
             saved += q.rowwise if rowwise else q.columnwise
         return out.view(*a_shape[:-1], w.shape[0]), saved, rowwise
+
+    def _held(self, w: Fp8Weight) -> Operand:
+        q = w.operand_of(self._weight_format)
+        if self._weights is not None:
+            self._weights.forget()  # what was kept before the weight was held in FP8
+        if q.rowwise[1] is not self._held_scale_inv:
+            self._held_scale_inv = q.rowwise[1]
+            if TensorRole.WEIGHT in self._slots:
+                # Where it leaves FP8 again, it is quantized as it was.
+                self._slots[TensorRole.WEIGHT].scale.copy_(q.rowwise[1].reciprocal())
+        return q
 
     def quantize_input(self, a: torch.Tensor, *, columnwise: bool) -> Operand:
         """The implementation of ``te_quantize_input``, of which this linear is the first reader."""

@@ -75,6 +75,11 @@ class WeightNames:
             weight = source
         return self._parameters[weight.name]
 
+    def parameters(self, trace: TraceCtx, prologue: TraceCtx) -> dict[str, str]:
+        """By proxy of ``trace``, the name of each parameter and buffer that is used."""
+        self._read(trace, prologue)
+        return self._parameters
+
     def is_parameter(self, weight: TensorProxy) -> bool:
         """Whether ``weight``, of the trace last asked about, is a parameter itself, not computed from one."""
         return weight.name in self._parameters

@@ -15,6 +15,10 @@ A linear inside a checkpointed region runs again in backward as its first run di
 
     (y, saved, ctx) = te_recompute_linear(a, w, bias, first_run, *the same keywords)
 
+What is no claimed linear reads a weight that is held in FP8 alone through ::
+
+    w1 = te_high_precision(w)
+
 The three keywords say which gradients are wanted. ``saved`` holds, in this order and only
 as far as wanted, the operands that the gradients need (:func:`saved_operands`). What tensors an operand consists of
 depends on the recipe: ``te_linear`` is made for one by :func:`te_linear_saving`.
@@ -53,6 +57,7 @@ __all__ = [
     "saved_operands",
     "te_differentiable_once",
     "te_functional_linear_backward",
+    "te_high_precision",
     "te_linear",
     "te_linear_saving",
     "te_quantize_input",
@@ -162,6 +167,7 @@ te_functional_linear_backward = _symbol(
     "te_functional_linear_backward", _te_functional_linear_backward_meta, (prims.OpTags.MATMUL_OP,)
 )
 te_quantize_input = _symbol("te_quantize_input", None)
+te_high_precision = _symbol("te_high_precision", None)
 te_sync_fp8_meta_bwd = _symbol("te_sync_fp8_meta_bwd", _without_outputs, (prims.OpTags.DONT_DCE,))
 te_differentiable_once = _symbol("te_differentiable_once", _without_outputs, (prims.OpTags.DONT_DCE,))
 
