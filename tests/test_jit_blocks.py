@@ -136,6 +136,21 @@ def test_blocks_that_no_program_tells_apart_are_traced_once(what, monkeypatch) -
     assert same(train(whole, steps=2), found)
 
 
+def test_an_attribute_that_is_to_be_ignored_tells_no_blocks_apart(monkeypatch) -> None:
+    models = [Model(3), Model(3)]
+    for model in models:
+        for i, layer in enumerate(model.layers):
+            layer.layer_idx = layer.dropout.layer_idx = i
+    whole, blocks = (
+        jitted_by(thunder.jit, model=models[0]),
+        jitted_by(jit_blocks, model=models[1], ignore=["layer_idx"]),
+    )
+    with counted(monkeypatch) as traced:
+        found = train(blocks, steps=2)
+    assert traced.count("Block") == 1
+    assert same(train(whole, steps=2), found)
+
+
 def test_names_that_are_not_a_blocks_own_and_functions_over_other_values_are_told_apart() -> None:
     def over(value: float) -> Callable:
         return lambda x: x * value

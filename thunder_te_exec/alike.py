@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from types import FunctionType
 from typing import Any
 
@@ -35,7 +36,7 @@ class _Same:
         return f"{type(self.value).__name__} object"
 
 
-def description_of(module: nn.Module, fqn: str) -> dict[str, Any]:
+def description_of(module: nn.Module, fqn: str, ignore: Collection[str] = ()) -> dict[str, Any]:
     """What tracing ``module``, ``fqn`` of its model, may depend on, by name: equal descriptions, equal traces.
 
     Classes and paths of all submodules; of parameters and buffers type, shape, strides, dtype, device, requires_grad
@@ -44,7 +45,8 @@ def description_of(module: nn.Module, fqn: str) -> dict[str, Any]:
     the names of its targets; functions are equal by their code and what they close over. All other objects, plain
     tensors among them, are equal only to themselves, with their attributes as they are now. thunder's prologue checks
     part of this alone, and not None, enums, functions, or a sum of a list; of a module whose forward it reads it checks
-    all numbers and strings, so that an index of a block that nobody uses keeps blocks apart there too.
+    all numbers and strings, so that an index of a block that nobody uses keeps blocks apart there too. Attributes that
+    are named in ``ignore`` are left out.
     """
     own = _own_names(fqn)
     found: dict[str, Any] = {}
@@ -60,7 +62,7 @@ def description_of(module: nn.Module, fqn: str) -> dict[str, Any]:
                     found[f"{dot}{key}"] = name, one, _metadata(tensor)
             elif name == "_modules":
                 found[f"{dot}{name}"] = tuple((key, child is None) for key, child in value.items())
-            else:
+            elif name not in ignore:
                 found[f"{dot}{name}"] = _value(value, own)
     return found
 

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -216,17 +216,34 @@ class Program:
         return namespace.pop(self._name)
 
 
+def _without_reads_of(attributes: Collection[str], prologue: Any) -> Any:
+    from thunder.core.prims import PrimIDs
+    from thunder.core.trace import from_trace
+
+    unread: set[str] = set()
+    new = from_trace(prologue)
+    for bsym in prologue.bound_symbols:
+        if bsym.sym.id is PrimIDs.UNPACK_ATTR and bsym.args[1] in attributes:
+            unread.add(bsym.output.name)
+        elif not any(p.name in unread for p in bsym.flat_proxy_args):
+            new.bound_symbols.append(bsym)
+    return new
+
+
 class EntryPrograms:
     """The programs of a CacheEntry, from which an entry for another module that is alike can be made.
 
     Made as lightning-thunder 0.2.6 makes them (``apply_transforms_and_build_cache_entry``).
+
+    Args:
+        ignore: attributes of modules that the other's prologue does not check.
     """
 
-    def __init__(self, entry: Any) -> None:
+    def __init__(self, entry: Any, ignore: Collection[str] = ()) -> None:
         from thunder.common import transform_to_torch_types
 
         self.entry = entry
-        self._prologue = Program(entry.prologue_traces[-1], include_decorators=False)
+        self._prologue = Program(_without_reads_of(ignore, entry.prologue_traces[-1]), include_decorators=False)
         self._forward = Program(transform_to_torch_types(entry.computation_traces[-1]))
         self._backward = Program(entry.backward_traces[-1]) if entry.backward_fn is not None else None
 

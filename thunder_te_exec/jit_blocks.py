@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from thunder_te_exec.weight_cache import OptimizerSteps
 __all__ = ["jit_blocks"]
 
 
-def jit_blocks(model: nn.Module, **options: Any) -> nn.Module:
+def jit_blocks(model: nn.Module, *, ignore: Collection[str] = (), **options: Any) -> nn.Module:
     """``model`` with what its ``nn.ModuleList``s repeat compiled once, and the numbers of ``thunder.jit(model)``.
 
     An ``nn.ModuleList`` holds blocks where two of its elements are of one class. Each block is compiled by itself, and
@@ -39,6 +39,8 @@ def jit_blocks(model: nn.Module, **options: Any) -> nn.Module:
 
     Args:
         model: stays usable as it is; parameters, buffers and submodules below the blocks are shared with it.
+        ignore: names of attributes that differ from block to block and that no block's result depends on, such as
+            "block_idx" of LitGPT's; what was traced with one of their values serves all blocks.
         options: those of ``thunder.jit``: ``executors=[te_ex]``, ``te_fp8_recipe=``, ...
 
     Returns:
@@ -56,7 +58,7 @@ def jit_blocks(model: nn.Module, **options: Any) -> nn.Module:
     if options.get("transforms"):
         raise NotImplementedError("jit_blocks takes no transforms: they keep parameters of their own; jit the model")
     parts: dict[str, nn.Module] = {}
-    jitted = _Copy(_Family(options), parts, {}).of(model, "", False)
+    jitted = _Copy(_Family(options, frozenset(ignore)), parts, {}).of(model, "", False)
     _check_nothing_shared(parts)
     return jitted
 
@@ -201,13 +203,17 @@ class _Part:
 
 
 class _Family:
-    """What the parts of one model have in common: options, and what any of them has been compiled to."""
+    """What the parts of one model have in common: options, and what any of them has been compiled to.
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
+    ``before`` has the descriptions of parts that are about to be compiled: tracing may change a module.
+    """
+
+    def __init__(self, options: dict[str, Any], ignore: frozenset[str]) -> None:
+        self.options, self.ignore = options, ignore
         self.warned: set[str] = set()
         self.optimizer_steps = OptimizerSteps()
         self.compiled: list[_Offer] = []
+        self.before: dict[str, dict[str, Any]] = {}
 
 
 def _full_names(part: str) -> Callable[[str], str]:
@@ -236,7 +242,9 @@ class _Offers(NamedTuple):
 
     def add(self, entry: Any, compiled: Compiled) -> None:
         """``entry`` was compiled for this part."""
-        description = description_of(self.traced, self.name)
+        description = self.family.before.pop(self.name, None) or description_of(
+            self.traced, self.name, self.family.ignore
+        )
         others = [o for o in self.family.compiled if o.module_class is type(self.traced) and o.name != self.name]
         differences = [first_difference(description, o.description) for o in others]
         if all(differences) and differences:
@@ -246,15 +254,13 @@ class _Offers(NamedTuple):
                 stacklevel=2,
             )
         self.family.compiled.append(
-            _Offer(self.name, type(self.traced), description, compat.EntryPrograms(entry), compiled)
+            _Offer(self.name, type(self.traced), description, compat.EntryPrograms(entry, self.family.ignore), compiled)
         )
 
     def offered(self, fits: Callable[[Compiled], bool]) -> Iterator[Any]:
         """Entries of other parts that are like this one, made this one's own, where they fit what it is called with."""
+        description = self.family.before[self.name] = description_of(self.traced, self.name, self.family.ignore)
         others = [o for o in reversed(self.family.compiled) if o.name != self.name and fits(o.compiled)]
-        if not others:
-            return
-        description = description_of(self.traced, self.name)
         others = [o for o in others if o.description == description and self._is_filtered_like(o)]
         called_with: list[Any] = []
 
