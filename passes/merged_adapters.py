@@ -32,6 +32,7 @@ adapter whose result is returned, or is read by other than products and pointwis
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from thunder_te_exec.passes.patterns import (
@@ -49,7 +50,7 @@ from thunder_te_exec.passes.patterns import (
 from thunder_te_exec.passes.rewrite import with_bound_symbols, without_dead_symbols
 
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 
 __all__ = ["WIDEST", "merged_adapters"]
@@ -88,7 +89,9 @@ def merged_adapters(trace: TraceCtx) -> TraceCtx:
     if not (linears or gradients):
         return trace
     merged = {id(m) for group in (*linears, *gradients) for m in group.members}
-    forward, backward = ({id(group.at): group for group in groups} for groups in (linears, gradients))
+    forward, backward = {id(group.at): group for group in linears}, defaultdict(list)
+    for group in gradients:  # two may stand at one concatenation
+        backward[id(group.at)].append(group)
     new = with_bound_symbols(trace, (), "Merged adapters")
     swaps: dict[Variable, Proxy] = {}
     for bsym in trace.bound_symbols:
@@ -96,8 +99,8 @@ def merged_adapters(trace: TraceCtx) -> TraceCtx:
             new.bound_symbols.append(bsym.from_bsym_swap_proxies(swaps))
         if id(bsym) in forward:
             _merge_linears(new, forward[id(bsym)], swaps)
-        if id(bsym) in backward:
-            _merge_gradients(new, backward[id(bsym)], uses, swaps)
+        for group in backward.get(id(bsym), ()):
+            _merge_gradients(new, group, uses, swaps)
     return without_dead_symbols(new, "Merged adapters")
 
 
@@ -165,7 +168,7 @@ def _gradients(trace: TraceCtx, uses: Uses) -> list[_Group]:
         for part in concatenated(bsym, 1):
             cats.setdefault(_value(part, uses), []).append(bsym)
         g = _transposed_factor(bsym, uses)
-        if g is None or not _is_thin(*bsym.output.shape):
+        if g is None or not _is_thin(*bsym.output.shape) or BoundSymbolTag.BACKWARD not in bsym.tags:
             continue
         key = (_value(bsym.args[1], uses), frozenset(bsym.tags))
         group = newest.get(key)

@@ -99,3 +99,30 @@ def test_a_checkpointed_function_of_thunder_jit_takes_its_first_runs_scales(reen
             [*(x.grad for x in xs), *(p.grad for p in module.parameters()), *fp8_state_dict(function).values()]
         )
     assert same(*found)
+
+
+@pytest.mark.parametrize("checkpointed", (False, True))
+def test_what_runs_without_gradients_inside_a_checkpoint_moves_no_scales(checkpointed) -> None:
+    linear = torch.nn.Linear(32, 32)
+    function = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=SOME_RECIPES["delayed"]())
+    x = torch.randn(32, 32, requires_grad=True)
+    function(x).sum().backward()
+    before = {name: t.clone() for name, t in fp8_state_dict(function).items() if name.endswith("scale")}
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            t = function(x * 3)
+        return x * t.mean()
+
+    (checkpoint(region, x, use_reentrant=False) if checkpointed else region(x)).sum().backward()
+    after = fp8_state_dict(function)
+    assert all(torch.equal(after[name], scale) for name, scale in before.items())
+
+
+def test_hooks_on_saved_tensors_that_are_no_checkpoints_change_nothing() -> None:
+    linear = torch.nn.Linear(32, 32)
+    function = thunder.jit(linear, executors=[te_ex], te_fp8_recipe=SOME_RECIPES["current"]())
+    x = torch.randn(32, 32, requires_grad=True)
+    expected = torch.autograd.grad(function(x).sum(), x)
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.detach):
+        assert same(expected, torch.autograd.grad(function(x).sum(), x))

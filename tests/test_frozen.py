@@ -397,13 +397,36 @@ def test_a_weight_that_something_else_came_to_share_is_in_the_state_dict_as_numb
     assert {type(t) for t in model.state_dict().values()} == {torch.Tensor}
 
 
+def test_what_a_jitted_module_saved_loads_with_its_bits_also_by_assignment() -> None:
+    for assign in (False, True):
+        fp8, loaded = stack(), stack()
+        quantize_frozen_(fp8, Float8CurrentScaling())
+        quantize_frozen_(loaded, Float8CurrentScaling(), keep_transposed=True)
+        with torch.no_grad():
+            for p in loaded.parameters():
+                p.copy_(torch.randn(p.shape))
+        loaded.load_state_dict(thunder.jit(fp8, executors=[te_ex]).state_dict(), assign=assign)
+        assert same(numbers(fp8), numbers(loaded)) and loaded[0].weight.keeps_transposed
+
+
+def test_it_moves_and_refuses_writes_in_inference_mode_as_outside() -> None:
+    fp8 = stack()
+    quantize_frozen_(fp8)
+    with torch.inference_mode():
+        fp8.to(torch.bfloat16)
+        with pytest.raises(RuntimeError, match="0.weight: "):
+            fp8[0].weight.tensor_split(2)[0].mul_(2)
+        assert fp8(torch.randn(4, 32, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert isinstance(fp8[0].weight, Fp8Weight) and fp8[0].weight.dtype is torch.bfloat16
+
+
 def test_a_pair_that_does_not_fit_is_reported_and_changes_nothing() -> None:
     fp8 = stack()
     quantize_frozen_(fp8, state_dict="fp8")
     before = numbers(fp8)
     state = fp8.state_dict()
     without_scale = {k: v for k, v in state.items() if k != "0.weight_scale_inv"}
-    with pytest.raises(RuntimeError, match="0.weight is torch.float8_e4m3fn and 0.weight_scale_inv is missing"):
+    with pytest.raises(RuntimeError, match="0.weight: torch.float8_e4m3fn, and 0.weight_scale_inv is missing"):
         fp8.load_state_dict(without_scale)
     with pytest.raises(RuntimeError, match="0.weight: expected FP8 data and scale_inv of"):
         fp8.load_state_dict(state | {"0.weight_scale_inv": torch.ones(3)})
@@ -416,6 +439,8 @@ def test_a_model_on_the_meta_device_is_loaded_in_parts_without_being_there_in_hi
     plain = stack()
     with torch.device("meta"):
         fp8 = stack()
+    with pytest.raises(ValueError, match="0.weight is on the meta device, which has no default recipe"):
+        quantize_frozen_(fp8)
     quantize_frozen_(fp8, Float8CurrentScaling(), keep_transposed=True)
     assert fp8[0].weight.is_meta and isinstance(fp8[0].weight, Fp8Weight)
     fp8.to_empty(device="cpu")

@@ -22,6 +22,7 @@ from thunder.executors.torch_compile import torch_compile_ex
 from thunder_te_exec import passes
 from thunder_te_exec import quantize_frozen_
 from thunder_te_exec.passes import PASSES
+from thunder_te_exec.executor import te_high_precision
 from thunder_te_exec.passes.high_precision_weights import high_precision_weights
 from traces import as_text, jitted, joint_trace
 
@@ -79,8 +80,8 @@ def test_high_precision_reads_of_fp8_weights_are_those_of_the_golden_trace(golde
     module[0].bias = None
     quantize_frozen_(module)
     name = "high_precision_weights"
-    # 15 rows: no linear is claimed. What is shown after it is the trace after all passes.
-    before, after = joint_trace(module, x[:15])
+    before, _ = joint_trace(module, x[:15])  # of which no linear is claimed
+    after = high_precision_weights(before, {"t_1_weight"}, te_high_precision)
     assert f"{as_text(before)}\n# --- after {name} ---\n{as_text(after)}" == golden(name=f"pass_{name}")
 
 

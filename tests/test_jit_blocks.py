@@ -156,6 +156,7 @@ def test_names_that_are_not_a_blocks_own_and_functions_over_other_values_are_tol
         return lambda x: x * value
 
     for name, values in {
+        "set": ({"layers.0"}, {"layers.1"}),
         "kwargs": ({"of": "layers.1.q"}, {"of": "layers.0.q"}),
         "act": (over(2.0), over(3.0)),
         "list": ([1.0], [2.0]),

@@ -252,3 +252,53 @@ def test_no_more_memory_is_saved_than_without_the_pass(executors, monkeypatch) -
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_saved(y)}
         saved.append(sum(storages.values()))
     assert saved[0] <= saved[1]
+
+
+class SummedLow(nn.Module):
+    """Adapters of two inputs whose low-rank results are added: both inputs' gradients are of one pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.w = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(2))
+        self.low = nn.ModuleList(nn.Linear(256, 16, bias=False) for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(16, 256, bias=False) for _ in range(2))
+        for parameter in self.parameters():
+            parameter.data = torch.randint(-1, 2, parameter.shape, generator=generator).float()
+        self.w.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        y = self.w[0](x) + self.w[1](z)
+        first, second = self.low[0](x) + self.low[1](z), self.low[2](x) + self.low[3](z)
+        return y + self.up[0](first) + self.up[1](second)
+
+
+def test_two_groups_of_one_concatenation_are_both_merged() -> None:
+    module = SummedLow()
+    x, z = (torch.randint(-1, 2, (32, 256), generator=torch.Generator().manual_seed(i)).float() for i in (1, 2))
+    found = []
+    for run in (module, thunder.jit(module, executors=[te_ex], te_fp8_recipe=powers_of_two())):
+        module.zero_grad()
+        a, b = x.clone().requires_grad_(), z.clone().requires_grad_()
+        run(a, b).backward(torch.ones(32, 256))
+        found.append([p.grad.clone() for p in module.low.parameters()])
+    assert same(*found)
+
+
+def test_products_that_the_program_itself_returns_keep_memory_of_their_own() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.w(x), p.T @ x, q.T @ x
+
+    module = Module()
+    x, p, q = torch.randn(512, 64), torch.randn(512, 4), torch.randn(512, 4)
+    _, first, second = thunder.jit(module, executors=[te_ex])(x, p, q)
+    first.add_(1.0)
+    torch.testing.assert_close(second, q.T @ x)
+    with torch.no_grad():
+        _, first, second = thunder.jit(module, executors=[te_ex])(x, p, q)
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()

@@ -48,6 +48,7 @@ LAYERS = (
         "fp8_weight",
         "frozen",
         "weight_cache",
+        "scale_updates",
         "linear",
         "forward_context",
         "binding",

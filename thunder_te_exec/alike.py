@@ -41,12 +41,12 @@ def description_of(module: nn.Module, fqn: str, ignore: Collection[str] = ()) ->
 
     Classes and paths of all submodules; of parameters and buffers type, shape, strides, dtype, device, requires_grad
     and which are one tensor; every other attribute, hooks included. Numbers, strings, and containers of such are equal
-    by value, but for strings in containers that begin with the module's own name, such as those in which peft keeps
-    the names of its targets; functions are equal by their code and what they close over. All other objects, plain
-    tensors among them, are equal only to themselves, with their attributes as they are now. thunder's prologue checks
-    part of this alone, and not None, enums, functions, or a sum of a list; of a module whose forward it reads it checks
-    all numbers and strings, so that an index of a block that nobody uses keeps blocks apart there too. Attributes that
-    are named in ``ignore`` are left out.
+    by value, but for strings that begin with the module's own name, such as those in which peft keeps the names of its
+    targets, and which the prologue checks where they were read; functions are equal by their code and what they close
+    over. All other objects, plain tensors among them, are equal only to themselves, with their attributes as they are
+    now. thunder's prologue checks part of this alone, and not None, enums, functions, a sum of a list, or what is in a
+    set; of a module whose forward it reads it checks all numbers and strings, so that an index of a block that nobody
+    uses keeps blocks apart there too. Attributes that are named in ``ignore`` are left out.
     """
     own = _own_names(fqn)
     found: dict[str, Any] = {}
@@ -110,7 +110,9 @@ def _value(value: Any, own: tuple[str, ...], inside: tuple[int, ...] = ()) -> An
         cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
         bound_to = (value.__defaults__, value.__kwdefaults__, cells)
         return _Same(value.__code__), _Same(value.__globals__), tuple(_value(v, own, inside) for v in bound_to)
-    if type(value) in (tuple, list, set, frozenset, torch.Size):
+    if type(value) in (set, frozenset):  # what is in one no prologue checks
+        return type(value), frozenset(repr(_value(v, (), inside)) for v in value)
+    if type(value) in (tuple, list, torch.Size):
         return type(value), tuple(_value(v, own, inside) for v in value)
     if type(value) in (dict, OrderedDict):
         return type(value), tuple((_value(k, own, inside), _value(v, own, inside)) for k, v in value.items())

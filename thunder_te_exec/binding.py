@@ -23,15 +23,10 @@ from thunder_te_exec.cache import EntriesByContext
 from thunder_te_exec.calls import Calls
 from thunder_te_exec.checkpoint import take_loaded
 from thunder_te_exec.layouts import is_transposable
-from thunder_te_exec.linear import (
-    BackwardSync,
-    Fp8ForwardContext,
-    Fp8Linear,
-    ScaleUpdate,
-    differentiable_once,
-)
+from thunder_te_exec.linear import Fp8Linear
 from thunder_te_exec.passes.rewrite import with_bound_symbols
 from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype, has_functions
+from thunder_te_exec.scale_updates import BackwardSync, Fp8ForwardContext, ScaleUpdate, differentiable_once
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxSlot, Fp8State, LinearKey, SlotKey
 from thunder_te_exec.symbols import (

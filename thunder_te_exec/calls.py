@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -46,11 +48,15 @@ class Calls(threading.local):
 
 
 class Run(NamedTuple):
-    """A run of a function's forward: of which call, whether inside ``torch.utils.checkpoint``, and whether again."""
+    """A run of a function's forward: of which call, whether inside ``torch.utils.checkpoint``, and whether again.
+
+    ``gradients``: whether its gradients are computed, at once or, in the first run of a reentrant checkpoint, later.
+    """
 
     call: Call
     checkpointed: bool
     again: bool
+    gradients: bool
 
 
 class CheckpointedCalls:
@@ -58,6 +64,16 @@ class CheckpointedCalls:
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[Any, _OfCheckpoint] = weakref.WeakKeyDictionary()
+        self._known = _Known()
+
+    @contextmanager
+    def inside(self, checkpoint_run: compat.CheckpointRun) -> Iterator[None]:
+        """Runs in here are of ``checkpoint_run``: where gradients are switched on, it would not be seen."""
+        self._known.run = checkpoint_run
+        try:
+            yield
+        finally:
+            self._known.run = None
 
     def run(self) -> Run:
         """The run that begins now.
@@ -65,13 +81,18 @@ class CheckpointedCalls:
         Raises:
             RuntimeError: a checkpoint calls the function more often in backward than it did at first.
         """
-        checkpoint, recomputation = compat.checkpoint_under_way() or (None, None)
-        if checkpoint is None:
-            return Run(Call(), checkpointed=False, again=False)
-        calls = self._of.setdefault(checkpoint, _OfCheckpoint())
-        if recomputation is None:
-            return Run(calls.first(), checkpointed=True, again=False)
-        return Run(calls.next_of(recomputation), checkpointed=True, again=True)
+        under_way = self._known.run or compat.checkpoint_under_way()
+        gradients = torch.is_grad_enabled()
+        if under_way is None:
+            return Run(Call(), checkpointed=False, again=False, gradients=gradients)
+        calls = self._of.setdefault(under_way.checkpoint, _OfCheckpoint())
+        if under_way.recomputation is None:
+            return Run(calls.first(), checkpointed=True, again=False, gradients=gradients or under_way.reentrant)
+        return Run(calls.next_of(under_way.recomputation), checkpointed=True, again=True, gradients=gradients)
+
+
+class _Known(threading.local):
+    run: compat.CheckpointRun | None = None
 
 
 class _OfCheckpoint:

@@ -55,7 +55,7 @@ def claims(jitted: Any) -> tuple[Claim, ...]:
     the first call.
 
     Raises:
-        TypeError: ``jitted`` did not come from ``thunder.jit``.
+        TypeError: ``jitted`` did not come from ``thunder.jit`` or ``jit_blocks``.
     """
     states = map(Fp8State.of, compat.all_compile_data(jitted))
     return tuple(replace(claim, weight=s.full_name(claim.weight)) for s in states for claim in s.claims.values())

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -131,21 +131,36 @@ def _raise_if_grad_enabled(message: str) -> None:
         raise RuntimeError(message)
 
 
-def checkpoint_under_way() -> tuple[Any, Any] | None:
-    """(the checkpoint, its second run) of the innermost ``torch.utils.checkpoint`` that is running; None outside.
+class CheckpointRun(NamedTuple):
+    """A run of a ``torch.utils.checkpoint``.
 
-    The checkpoint is an object that its first run and the second ones, which happen in backward, have in common. The
-    second run is None in the first one, and with ``use_reentrant=False`` an object of its own in each second one; with
-    ``use_reentrant=True`` it is the checkpoint.
+    Attributes:
+        checkpoint: an object that the first run and the second ones, which happen in backward, have in common.
+        recomputation: None in the first run; with ``use_reentrant=False`` an object of its own in each second one, with
+            ``use_reentrant=True`` the checkpoint.
+        reentrant: whether it is one of ``use_reentrant=True``, whose first run has gradients switched off.
+    """
+
+    checkpoint: Any
+    recomputation: Any
+    reentrant: bool
+
+
+def checkpoint_under_way() -> CheckpointRun | None:
+    """The innermost ``torch.utils.checkpoint`` that is running; None outside.
 
     torch has no function that says so. What it has is the hook that such a run puts on tensors that are saved, which
     knows its checkpoint, or the function that is being run.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__:
+    if hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__:
         pack = inspect.unwrap(hooks[0])
         known = dict(zip(pack.__code__.co_freevars, (cell.cell_contents for cell in pack.__closure__)))
-        return (known["frame"], None) if "frame" in known else (known["target_frame_ref"](), pack)
+        if "frame" in known:
+            return CheckpointRun(known["frame"], None, reentrant=False)
+        return CheckpointRun(known["target_frame_ref"](), pack, reentrant=False)
+    if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        return None  # neither the first run of a reentrant one nor in a backward: spares the walk
     forward, backward = (f.__code__ for f in (_Reentrant.forward, _Reentrant.backward))
     frame = sys._getframe()
     while frame is not None and frame.f_code not in (forward, backward):
@@ -154,9 +169,9 @@ def checkpoint_under_way() -> tuple[Any, Any] | None:
         return None
     checkpoint = frame.f_locals["ctx"]
     if frame.f_code is backward:
-        return checkpoint, checkpoint
+        return CheckpointRun(checkpoint, checkpoint, reentrant=True)
     # Where nothing wants a gradient there is no second run.
-    return (checkpoint, None) if any(checkpoint.needs_input_grad) else None
+    return CheckpointRun(checkpoint, None, reentrant=True) if any(checkpoint.needs_input_grad) else None
 
 
 def jitted_compile_data(fn: Any) -> Any:
@@ -167,7 +182,7 @@ def jitted_compile_data(fn: Any) -> Any:
     """
     cd = getattr(fn, "_lc_cd", None)
     if cd is None:
-        raise TypeError(f"expected a function or module returned by thunder.jit, got {type(fn).__name__}")
+        raise TypeError(f"expected what thunder.jit or jit_blocks returned, got {type(fn).__name__}")
     return cd
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunder_te_exec.linear import Fp8ForwardContext
+from thunder_te_exec.scale_updates import Fp8ForwardContext
 
 __all__ = ["fp8_autocast"]
 

@@ -107,7 +107,7 @@ class Fp8Weight(torch.Tensor):
         """
         mine, theirs = (tuple((tuple(t.shape), t.dtype) for t in p) for p in (self.pair(), (data, scale_inv)))
         if mine != theirs:
-            raise ValueError(f"{self.fqn}: expected FP8 data and scale_inv of {mine}, got {theirs}")
+            raise ValueError(f"expected FP8 data and scale_inv of {mine}, got {theirs}")
         return self._with(self._in_directions((data.view(torch.uint8), scale_inv), self.keeps_transposed))
 
     def keep_transposed_(self, keep: bool) -> None:
@@ -122,7 +122,11 @@ class Fp8Weight(torch.Tensor):
         return Operand(rowwise, backend.transpose(self.recipe, _ROLE)(rowwise))
 
     def requantized(self, weight: torch.Tensor) -> Fp8Weight:
-        """A weight like this of other numbers."""
+        """A weight like this of other numbers; the same bits where they are in FP8 already, with scales like this."""
+        if isinstance(weight, Fp8Weight):
+            if weight.format == self.format:
+                return self._with(self._in_directions(weight.operand.rowwise, self.keeps_transposed))
+            weight = weight.dequantize()
         return Fp8Weight.quantized(
             weight.to(self.dtype),
             self.recipe,
@@ -152,6 +156,10 @@ class Fp8Weight(torch.Tensor):
             if func in _SLICES:
                 raise RuntimeError(f"{written.fqn}: {func} of a weight that is held in FP8; take it of .dequantize()")
             raise RuntimeError(_would_round(written.fqn, str(func)))
+        if torch.is_inference_mode_enabled():  # which leaves operations whole that are made of others: `to`, `narrow`
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         args, kwargs = tree_map_only(Fp8Weight, Fp8Weight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -198,9 +206,10 @@ def dequantize_pair(data: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor
         ValueError: ``scale_inv`` is neither one number nor one for each 128 x 128 block.
     """
     recipe = Float8CurrentScaling() if scale_inv.numel() == 1 else Float8BlockScaling()
-    expected = operand_specs(recipe, _ROLE, tuple(data.shape))[1].shape
-    if tuple(scale_inv.shape) != expected or data.dtype != fp8_dtype(recipe, _ROLE):
-        raise ValueError(f"scale_inv {tuple(scale_inv.shape)} of {data.dtype} {tuple(data.shape)}: expected {expected}")
+    expected = fp8_dtype(recipe, _ROLE), operand_specs(recipe, _ROLE, tuple(data.shape))[1].shape
+    if (data.dtype, tuple(scale_inv.shape)) != expected:
+        found = data.dtype, tuple(scale_inv.shape)
+        raise ValueError(f"FP8 data and scale_inv of {tuple(data.shape)} numbers: expected {expected}, got {found}")
     return dequantize(recipe, _ROLE, (data.view(torch.uint8), scale_inv))
 
 
@@ -239,7 +248,7 @@ def _copy_(self: Fp8Weight, source: torch.Tensor, non_blocking: bool = False) ->
     if source.shape != self.shape:
         source = source.expand(self.shape)
     if not same or self.keeps_transposed != source.keeps_transposed:
-        source = self.requantized(source.to(self.device))
+        source = self.requantized(source if source.device == self.device else aten._to_copy(source, device=self.device))
     for mine, theirs in zip(self.operand, source.operand):
         if mine is not None:
             for a, b in zip(mine, theirs):

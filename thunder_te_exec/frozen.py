@@ -57,7 +57,8 @@ def quantize_frozen_(
     that ``to_empty`` and loading in parts bring in a model that was never there in high precision as a whole.
 
     Args:
-        recipe: whose format weights get, the one that the model will run under; the device's default where not given.
+        recipe: whose format weights get, the one that the model will run under; the default of the weights' device
+            where not given, so that it must be given on the ``meta`` device.
             For DelayedScaling the scale is the one that a frozen weight has for good, from its amax.
         te_filter: as the option of ``thunder.jit``: chooses linears by the name and shape of their weight.
         keep_transposed: keep the transposed copy, one more byte an element, that the gradient of a linear's input
@@ -73,7 +74,7 @@ def quantize_frozen_(
         NotImplementedError: ``recipe`` is not supported, or scales rows and columns of a weight each by itself.
         RuntimeError: nothing can quantize on a weight's device; what came before stays quantized.
         TypeError: ``model`` came from ``thunder.jit``: functions follow when the model that they were made of changes.
-        ValueError: ``state_dict`` is another word.
+        ValueError: ``state_dict`` is another word, or no recipe is given for a weight on ``meta``.
     """
     if state_dict not in _FORMS:
         raise ValueError(f"quantize_frozen_(state_dict={state_dict!r}): expected one of {', '.join(map(repr, _FORMS))}")
@@ -91,6 +92,8 @@ def quantize_frozen_(
     for key, modules in linears.items():
         name, module = next(iter(modules.items()))
         weight = module.weight
+        if recipe is None and weight.is_meta:
+            raise ValueError(f"quantize_frozen_: {name} is on the meta device, which has no default recipe: give one")
         chosen = recipe if recipe is not None else default_recipe(weight.device)
         _check(chosen)
         reasons = (_why_not(n, m, chosen, te_filter, others.get(key)) for n, m in modules.items())
@@ -189,7 +192,9 @@ def _add_hooks(model: nn.Module) -> None:
 
 
 def _on_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    for key, weight in list(state_dict.items()):
+    own = f"{prefix}weight"
+    entries = [(own, state_dict.get(own))] if isinstance(module, nn.Linear) else list(state_dict.items())
+    for key, weight in entries:
         if isinstance(weight, Fp8Weight) and key.startswith(prefix):
             if weight.saves_fp8:
                 state_dict[key], state_dict[f"{key}_scale_inv"] = weight.pair()
@@ -210,12 +215,12 @@ def _on_load(
     """Put one tensor that ``linear.weight`` can copy in the place of a pair, or that can take its place."""
     key = f"{prefix}weight"
     weight, found = linear.weight, state_dict.get(key)
-    scale_inv = state_dict.pop(f"{key}_scale_inv", None)
     if not isinstance(found, torch.Tensor):
         return
+    scale_inv = state_dict.pop(f"{key}_scale_inv", None)
     try:
         if found.element_size() == 1 and scale_inv is None:
-            raise ValueError(f"{key} is {found.dtype} and {key}_scale_inv is missing: its numbers are not known")
+            raise ValueError(f"{found.dtype}, and {key}_scale_inv is missing: its numbers are not known")
         if not isinstance(weight, Fp8Weight):
             state_dict[key] = found if scale_inv is None else dequantize_pair(found, scale_inv).to(weight.dtype)
         elif scale_inv is not None:
@@ -223,5 +228,5 @@ def _on_load(
         elif local_metadata.get("assign_to_params_buffers"):
             state_dict[key] = weight.requantized(found)
     except (ValueError, RuntimeError) as e:
-        error_msgs.append(str(e))
-        state_dict.pop(key)
+        error_msgs.append(f"{key}: {e}")
+        state_dict[key] = weight.detach()  # and not missing beside that

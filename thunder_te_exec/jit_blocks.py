@@ -178,13 +178,15 @@ class _Part:
         state = Fp8State.of(self._lc_cd)
         state.full_name, state.warned = _full_names(name), family.warned
         state.optimizer_steps = family.optimizer_steps
+        self._checkpointed = state.checkpointed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._follow()
-        if torch.is_grad_enabled() or compat.checkpoint_under_way() is None:
+        under_way = None if torch.is_grad_enabled() else compat.checkpoint_under_way()
+        if under_way is None or not under_way.reentrant:
             return self._jitted(*args, **kwargs)
         # The first run of a reentrant checkpoint. Its second one has the bits of a run with gradients.
-        with torch.enable_grad():
+        with torch.enable_grad(), self._checkpointed.inside(under_way):
             out = self._jitted(*args, **kwargs)
         return tree_map_only(torch.Tensor, torch.Tensor.detach, out)
 

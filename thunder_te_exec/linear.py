@@ -1,7 +1,6 @@
-"""What a claimed linear runs: forward, backward, and the FP8 context of a forward.
+"""What a claimed linear runs, in forward and in backward.
 
-Everything that can be looked up is looked up when these objects are made, at compile time. A call quantizes and
-multiplies.
+Quantizers and GEMMs are looked up when these objects are made, at compile time. A call quantizes and multiplies.
 """
 
 from __future__ import annotations
@@ -12,35 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_te_exec import compat
 from thunder_te_exec.backends import Matrix, Operand, Quantize
-from thunder_te_exec.calls import Call, Calls, CheckpointedCalls
+from thunder_te_exec.calls import Call, Calls
 from thunder_te_exec.fp8_weight import Fp8Weight, weight_format
 from thunder_te_exec.recipe import Product, TensorRole, quantization_params
 from thunder_te_exec.settings import Settings
-from thunder_te_exec.state import AmaxGroup, AmaxSlot
+from thunder_te_exec.state import AmaxSlot
 from thunder_te_exec.symbols import Wanted
 from thunder_te_exec.weight_cache import WeightCache
 
-__all__ = [
-    "BackwardSync",
-    "Fp8ForwardContext",
-    "Fp8Linear",
-    "ScaleUpdate",
-    "differentiable_once",
-    "fp8_linear_backward",
-]
-
-_DIFFERENTIABLE_ONCE = (
-    "backward with create_graph=True through a function of thunder.jit(executors=[te_ex]): it is differentiable once, "
-    "and gradients of its gradients would be missing; call it without create_graph, or run what needs second "
-    "derivatives outside of thunder.jit"
-)
-
-_OTHER_CONTEXT = (
-    "torch.utils.checkpoint runs a function of thunder.jit(executors=[te_ex]) again in backward under another recipe "
-    "than in forward: call backward in the FP8 context of the forward"
-)
+__all__ = ["Fp8Linear", "fp8_linear_backward"]
 
 Saved = tuple[torch.Tensor, ...]
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -280,126 +260,3 @@ def fp8_linear_backward(
     """The implementation of ``te_functional_linear_backward``."""
     wanted = Wanted(input_requires_grad, weight_requires_grad, bias_requires_grad)
     return ctx.linear.backward(ctx, a_shape, saved, grad_output, wanted, accumulate)
-
-
-class ScaleUpdate:
-    """Takes the amaxes of all tensors of one kind into their scales; where the recipe says so, over all processes.
-
-    Args:
-        settings: recipe, backend, and the process group to reduce over.
-        groups: the function's groups of that kind; later compilations add to the list. All are updated, as Transformer
-            Engine updates all modules that it has seen: a tensor that this call did not quantize has an amax of zero.
-    """
-
-    def __init__(self, settings: Settings, groups: list[AmaxGroup]) -> None:
-        self._recipe, self._backend = settings.recipe, settings.backend
-        self._process_group = settings.amax_reduction_group
-        self.groups = groups
-        self._ordered: tuple[list[AmaxGroup], torch.Tensor] | None = None
-
-    def __call__(self) -> None:
-        if self._recipe.reduce_amax and _is_distributed(self._process_group):
-            self._reduce()
-        for group in self.groups:
-            self._backend.update_scales(group, self._recipe)
-            group.updates += 1
-
-    def _reduce(self) -> None:
-        order = self._order()
-        amaxes = torch.cat([group.history[0] for group in self.groups])
-        reduced = amaxes[order]
-        torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=self._process_group)
-        amaxes[order] = reduced
-        rows = [group.history[0] for group in self.groups]
-        torch._foreach_copy_(rows, list(amaxes.split([row.numel() for row in rows])))
-
-    def _order(self) -> torch.Tensor:
-        """Order of all tensors, int64 (tensors,), that does not depend on what a process happened to compile first."""
-        if self._ordered is None or self._ordered[0] != self.groups:
-            keys = [key for group in self.groups for key in group.keys]
-            order = sorted(range(len(keys)), key=lambda i: (keys[i].linear, keys[i].role.name))
-            self._ordered = list(self.groups), torch.tensor(order, device=self.groups[0].scale.device)
-        return self._ordered[1]
-
-
-def _is_distributed(process_group: Any) -> bool:
-    dist = torch.distributed
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
-
-
-class Fp8ForwardContext:
-    """The FP8 context that a forward trace runs in; the trace shows it as ``te_fp8_recipe``.
-
-    On exit it updates the forward's scales. That the recipe is the active one was seen to when thunder chose the trace
-    (``thunder_te_exec.cache``).
-
-    Args:
-        calls: gets the forward call on entry.
-        updates: the forward's scale updates.
-        recipes: which of the function's recipes it is for, by their numbers.
-        recomputes: whether backward runs a linear of this forward again, with its scales.
-        checkpointed: tells a run that ``torch.utils.checkpoint`` makes in backward, which takes its first run's scales
-            and moves none.
-    """
-
-    def __init__(
-        self,
-        calls: Calls,
-        updates: Sequence[ScaleUpdate],
-        *,
-        recipes: tuple[int, ...],
-        recomputes: bool,
-        checkpointed: CheckpointedCalls,
-    ) -> None:
-        self._calls, self._updates, self._recomputes = calls, tuple(updates), recomputes
-        self._recipes, self._checkpointed = recipes, checkpointed
-
-    def decorate(self, computation: Callable[..., Any]) -> Callable[..., Any]:
-        """``computation`` inside this context."""
-
-        @functools.wraps(computation)
-        def in_fp8(*args: Any, **kwargs: Any) -> Any:
-            run = self._checkpointed.run()
-            if run.again and run.call.recipes != self._recipes:
-                raise RuntimeError(_OTHER_CONTEXT)
-            run.call.recipes = self._recipes
-            self._calls.forward, self._calls.again = run.call, run.again
-            out = computation(*args, **kwargs)
-            # As te.autocast: what runs without gradients does not move the scales. The first run of a reentrant
-            # checkpoint runs without, and its gradients come later.
-            if not run.again and (torch.is_grad_enabled() or run.checkpointed):
-                self._update(run.call, remember=self._recomputes or run.checkpointed)
-            return out
-
-        return in_fp8
-
-    def _update(self, call: Call, *, remember: bool) -> None:
-        for update in self._updates:
-            if remember:
-                call.forward_scales.update({group: group.scale.clone() for group in update.groups})
-                call.forward_updates.update({group: group.updates for group in update.groups})
-            update()
-
-
-def differentiable_once() -> None:
-    """The implementation of ``te_differentiable_once``: backward with ``create_graph=True`` raises when it ends."""
-    compat.raise_after_backward_with_create_graph(_DIFFERENTIABLE_ONCE)
-
-
-class BackwardSync:
-    """The implementation of ``te_sync_fp8_meta_bwd``: updates the gradients' scales, once for each forward call.
-
-    Does what ``te_differentiable_once`` does too.
-    """
-
-    def __init__(self, calls: Calls, updates: Sequence[ScaleUpdate]) -> None:
-        self._calls, self._updates = calls, tuple(updates)
-
-    def __call__(self) -> None:
-        differentiable_once()
-        call = self._calls.backward
-        if call.backward_scales:
-            return
-        for update in self._updates:
-            call.backward_scales.update({group: group.scale.clone() for group in update.groups})
-            update()

@@ -102,7 +102,7 @@ class Backend(ABC):
 
         For recipes and roles that are ``layouts.is_transposable``.
         """
-        transpose_data = self._transpose_data
+        transpose_data = self._data_transpose()
         if block_shape(recipe, role) is None:
             return lambda matrix: (transpose_data(matrix[0]), matrix[1])
 
@@ -116,9 +116,9 @@ class Backend(ABC):
 
         return transpose_blocks
 
-    def _transpose_data(self, data: torch.Tensor) -> torch.Tensor:
-        """``data``, uint8 (R, C), as a contiguous (C, R)."""
-        return data.t().contiguous()
+    def _data_transpose(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function from uint8 (R, C) to its transpose, contiguous (C, R)."""
+        return lambda data: data.t().contiguous()
 
     @abstractmethod
     def update_scales(self, group: AmaxGroup, recipe: Any) -> None:

@@ -92,10 +92,11 @@ class TransformerEngineBackend(Backend):
 
         return gemm
 
-    def _transpose_data(self, data: torch.Tensor) -> torch.Tensor:
+    def _data_transpose(self) -> Callable[[torch.Tensor], torch.Tensor]:
         import transformer_engine_torch as tex
 
-        return tex.fp8_transpose(data, compat.te_dtype(torch.float8_e4m3fn), out=None)  # of any type of one byte
+        run, dtype = tex.fp8_transpose, compat.te_dtype(torch.float8_e4m3fn)  # for any type of one byte
+        return lambda data: run(data, dtype, out=None)
 
     def update_scales(self, group: AmaxGroup, recipe: Any) -> None:
         if has_functions(recipe):
