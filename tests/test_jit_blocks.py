@@ -13,7 +13,7 @@ import torch
 from block_model import SOME_RECIPES, Adapted, Block, Model, jitted_by, tokens, train
 from steps import same
 from thunder.core import jit_ext
-from thunder_te_exec import autocast, claims, fp8_state_dict, jit_blocks, load_fp8_state_dict, te_ex
+from thunder_te_exec import autocast, claims, fp8_state_dict, jit_blocks, load_fp8_state_dict, quantize_frozen_, te_ex
 from thunder_te_exec.alike import description_of, first_difference
 from thunder_te_exec.recipe import Float8CurrentScaling
 from torch import nn
@@ -119,6 +119,8 @@ def inner_function():
 #: What peft and LitGPT leave in their modules, other in each, that no program reads.
 LIKENESSES: dict[str, Callable[[Block, int], object]] = {
     "own name": lambda b, i: replace("kwargs", {"target_name": f"layers.{i}.q", "list": [f"layers.{i}"]})(b.q),
+    "hooks of one function": lambda b, i: b.q.register_forward_hook(scaled),
+    "hooks of the state_dict": lambda b, i: b.q.register_state_dict_post_hook(lambda *_: None),
     "functions of one code": lambda b, i: replace("lora_dropout", inner_function())(b.q),
 }
 
@@ -130,6 +132,17 @@ def test_blocks_that_no_program_tells_apart_are_traced_once(what, monkeypatch) -
         for i, layer in enumerate(model.layers):
             LIKENESSES[what](layer, i)
     whole, blocks = jitted_by(thunder.jit, model=models[0]), jitted_by(jit_blocks, model=models[1])
+    with counted(monkeypatch) as traced:
+        found = train(blocks, steps=2)
+    assert traced.count("Block") == 1
+    assert same(train(whole, steps=2), found)
+
+
+def test_blocks_whose_frozen_weights_are_held_in_fp8_are_traced_once(monkeypatch) -> None:
+    models = [Model(3), Model(3)]
+    for model in models:
+        quantize_frozen_(model, SOME_RECIPES["current"]())
+    whole, blocks = (jitted_by(jit, "current", m) for jit, m in zip((thunder.jit, jit_blocks), models))
     with counted(monkeypatch) as traced:
         found = train(blocks, steps=2)
     assert traced.count("Block") == 1

@@ -19,6 +19,11 @@ HOOKS = frozenset(
     for more in ("", "_with_kwargs", "_always_called")
 )
 
+#: Hooks that no run of a module calls.
+_OF_STATE_DICT = frozenset(
+    ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+)
+
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.device)
 _TENSORS = ("_parameters", "_buffers")
 
@@ -53,6 +58,9 @@ def description_of(module: nn.Module, fqn: str, ignore: Collection[str] = ()) ->
     names: dict[int, str] = {}
     for path, sub in module.named_modules(remove_duplicate=False):
         dot = f"{path}." if path else ""
+        # Hooks are under keys that no two have in common.
+        keys = sorted({key for hooks in HOOKS & vars(sub).keys() for key in vars(sub)[hooks]})
+        places = {key: place for place, key in enumerate(keys)}
         found[f"class of {path or 'itself'}"] = _Same(type(sub)), names.setdefault(id(sub), path)
         for name, value in vars(sub).items():
             if name in _TENSORS:
@@ -62,7 +70,9 @@ def description_of(module: nn.Module, fqn: str, ignore: Collection[str] = ()) ->
                     found[f"{dot}{key}"] = name, one, _metadata(tensor)
             elif name == "_modules":
                 found[f"{dot}{name}"] = tuple((key, child is None) for key, child in value.items())
-            elif name not in ignore:
+            elif name in HOOKS:
+                found[f"{dot}{name}"] = tuple((places[key], _value(hook, own)) for key, hook in value.items())
+            elif name not in ignore and name not in _OF_STATE_DICT:
                 found[f"{dot}{name}"] = _value(value, own)
     return found
 
