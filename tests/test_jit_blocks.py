@@ -149,6 +149,21 @@ def test_blocks_whose_frozen_weights_are_held_in_fp8_are_traced_once(monkeypatch
     assert same(train(whole, steps=2), found)
 
 
+def test_what_is_to_be_ignored_is_checked() -> None:
+    with pytest.raises(TypeError, match=r"ignore='layer_idx': expected a list of names of attributes"):
+        jit_blocks(Model(), ignore="layer_idx", executors=[te_ex])
+    with pytest.raises(ValueError, match="no module of the model has an attribute 'layer_ix'"):
+        jit_blocks(Model(), ignore=["layer_ix"], executors=[te_ex])
+
+
+def test_the_traces_of_a_block_are_those_of_its_forward() -> None:
+    model = jitted_by(jit_blocks)
+    model(tokens(0)).sum().backward()
+    for layer in model.layers:
+        assert "te_linear_0" in str(thunder.last_traces(layer.forward)[-1])
+        assert "te_functional_linear_backward" in str(thunder.last_backward_traces(layer.forward)[-1])
+
+
 def test_an_attribute_that_is_to_be_ignored_tells_no_blocks_apart(monkeypatch) -> None:
     models = [Model(3), Model(3)]
     for model in models:

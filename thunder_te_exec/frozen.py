@@ -220,7 +220,7 @@ def _on_load(
     scale_inv = state_dict.pop(f"{key}_scale_inv", None)
     try:
         if found.element_size() == 1 and scale_inv is None:
-            raise ValueError(f"{found.dtype}, and {key}_scale_inv is missing: its numbers are not known")
+            raise ValueError(f"{found.dtype}, and {key}_scale_inv is missing: load the pair in one call")
         if not isinstance(weight, Fp8Weight):
             state_dict[key] = found if scale_inv is None else dequantize_pair(found, scale_inv).to(weight.dtype)
         elif scale_inv is not None:

@@ -48,19 +48,29 @@ def jit_blocks(model: nn.Module, *, ignore: Collection[str] = (), **options: Any
         ``fp8_state_dict`` and ``load_fp8_state_dict`` take it as what ``thunder.jit`` returns, with names of the model.
 
     Raises:
-        TypeError: ``model`` is no module, or is jitted.
+        TypeError: ``model`` is no module, or is jitted; ``ignore`` is a string.
         NotImplementedError: ``transforms`` are given.
-        ValueError: two parts that are compiled by themselves share a parameter, or a module cannot be compiled by
-            itself because its instance, or its class, changes how it is called.
+        ValueError: no module has an attribute that is to be ignored; two parts that are compiled by themselves share a
+            parameter; a module cannot be compiled by itself because its instance, or its class, changes how it is
+            called.
     """
     if not isinstance(model, nn.Module) or compat.has_jitted(model):
         raise TypeError(f"jit_blocks: expected a torch module that is not jitted, got {type(model).__name__}")
     if options.get("transforms"):
         raise NotImplementedError("jit_blocks takes no transforms: they keep parameters of their own; jit the model")
+    _check_ignored(model, ignore)
     parts: dict[str, nn.Module] = {}
     jitted = _Copy(_Family(options, frozenset(ignore)), parts, {}).of(model, "", False)
     _check_nothing_shared(parts)
     return jitted
+
+
+def _check_ignored(model: nn.Module, ignore: Collection[str]) -> None:
+    if isinstance(ignore, str):
+        raise TypeError(f"jit_blocks: ignore={ignore!r}: expected a list of names of attributes, such as [{ignore!r}]")
+    unknown = sorted(set(ignore) - {name for module in model.modules() for name in vars(module)})
+    if unknown:
+        raise ValueError(f"jit_blocks: ignore: no module of the model has an attribute {unknown[0]!r}")
 
 
 def _holds_blocks(module: nn.Module) -> bool:
@@ -252,7 +262,7 @@ class _Offers(NamedTuple):
         if all(differences) and differences:
             warnings.warn(
                 f"jit_blocks: {self.name} is compiled by itself, for it differs from {others[-1].name}: "
-                f"{differences[-1]}",
+                f"{differences[-1]} (an attribute that no block needs can be named in ignore=)",
                 stacklevel=2,
             )
         self.family.compiled.append(
@@ -299,4 +309,5 @@ class _Offers(NamedTuple):
         Fp8State.of(compile_data).claims.update(other.compiled.claims)
         entry = other.programs.entry_of(prologue, objects)
         compile_stats.interpreter_cache.add(entry, other.compiled)
+        compile_stats.last_backward_traces = entry.backward_traces  # the others thunder sets
         return entry
