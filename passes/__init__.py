@@ -32,25 +32,8 @@ __all__ = [
     "zero_gradients",
 ]
 
-#: What runs on a joint (forward and backward) trace or on an inference trace, in this order.
-PASSES = (
-    zero_gradients,
-    needed_gradients,
-    fewest_saved_tensors,
-    recomputed_linears,
-    redundant_casts,
-    small_scalings,
-    sums_in_gemms,
-    merged_adapters,
-    shared_inputs,
-    recomputed_activations,
-    fp8_meta_sync,
-    differentiable_once,
-    number_linears,
-)
-
-#: Of ``PASSES``, those that rewrite other symbols than ours. They run where a linear is claimed and nothing is written
-#: to in place: they read tensors elsewhere than the program does.
+#: Passes that rewrite other symbols than ours. They run where a linear is claimed and nothing is written to in place:
+#: they read tensors elsewhere than the program does.
 OPTIMIZATIONS = (
     redundant_casts,
     small_scalings,
@@ -58,4 +41,16 @@ OPTIMIZATIONS = (
     merged_adapters,
     shared_inputs,
     recomputed_activations,
+)
+
+#: What runs on a joint (forward and backward) trace or on an inference trace, in this order.
+PASSES = (
+    zero_gradients,
+    needed_gradients,
+    fewest_saved_tensors,
+    recomputed_linears,
+    *OPTIMIZATIONS,
+    fp8_meta_sync,
+    differentiable_once,
+    number_linears,
 )

@@ -60,6 +60,16 @@ def test_blocks_that_are_alike_are_traced_once(monkeypatch) -> None:
     assert sorted(traced) == ["Block", "Linear"]
 
 
+def check_traced_once(models: list[Model], monkeypatch, recipe: str = "delayed", **options) -> None:
+    """jit_blocks of the second of two equal models traces one block, and trains as thunder.jit of the first does."""
+    whole = jitted_by(thunder.jit, recipe, models[0])
+    blocks = jitted_by(jit_blocks, recipe, models[1], **options)
+    with counted(monkeypatch) as traced:
+        found = train(blocks, steps=2)
+    assert traced.count("Block") == 1
+    assert same(train(whole, steps=2), found)
+
+
 class OtherBlock(Block):
     bias = 1.0
 
@@ -131,22 +141,14 @@ def test_blocks_that_no_program_tells_apart_are_traced_once(what, monkeypatch) -
     for model in models:
         for i, layer in enumerate(model.layers):
             LIKENESSES[what](layer, i)
-    whole, blocks = jitted_by(thunder.jit, model=models[0]), jitted_by(jit_blocks, model=models[1])
-    with counted(monkeypatch) as traced:
-        found = train(blocks, steps=2)
-    assert traced.count("Block") == 1
-    assert same(train(whole, steps=2), found)
+    check_traced_once(models, monkeypatch)
 
 
 def test_blocks_whose_frozen_weights_are_held_in_fp8_are_traced_once(monkeypatch) -> None:
     models = [Model(3), Model(3)]
     for model in models:
         quantize_frozen_(model, SOME_RECIPES["current"]())
-    whole, blocks = (jitted_by(jit, "current", m) for jit, m in zip((thunder.jit, jit_blocks), models))
-    with counted(monkeypatch) as traced:
-        found = train(blocks, steps=2)
-    assert traced.count("Block") == 1
-    assert same(train(whole, steps=2), found)
+    check_traced_once(models, monkeypatch, "current")
 
 
 def test_what_is_to_be_ignored_is_checked() -> None:
@@ -169,14 +171,7 @@ def test_an_attribute_that_is_to_be_ignored_tells_no_blocks_apart(monkeypatch) -
     for model in models:
         for i, layer in enumerate(model.layers):
             layer.layer_idx = layer.dropout.layer_idx = i
-    whole, blocks = (
-        jitted_by(thunder.jit, model=models[0]),
-        jitted_by(jit_blocks, model=models[1], ignore=["layer_idx"]),
-    )
-    with counted(monkeypatch) as traced:
-        found = train(blocks, steps=2)
-    assert traced.count("Block") == 1
-    assert same(train(whole, steps=2), found)
+    check_traced_once(models, monkeypatch, ignore=["layer_idx"])
 
 
 def test_names_that_are_not_a_blocks_own_and_functions_over_other_values_are_told_apart() -> None:
@@ -246,11 +241,7 @@ def test_a_hook_on_a_block_runs_once_and_needs_no_compilation(monkeypatch) -> No
     models = [Model(), Model()]
     for model in models:
         model.layers[1].register_forward_hook(scaled)
-    whole, blocks = jitted_by(thunder.jit, model=models[0]), jitted_by(jit_blocks, model=models[1])
-    with counted(monkeypatch) as traced:
-        found = train(blocks, steps=2)
-    assert traced.count("Block") == 1
-    assert same(train(whole, steps=2), found)
+    check_traced_once(models, monkeypatch)
 
 
 def test_a_block_that_is_unfrozen_between_steps_is_compiled_by_itself_and_keeps_its_scales(monkeypatch) -> None:

@@ -23,7 +23,7 @@ from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import Fp8State
 from thunder_te_exec.symbols import is_unclaimed_linear
 
-__all__ = ["Claim", "claims", "decide", "is_thin", "note_linears_of_others", "why_not_worth"]
+__all__ = ["Claim", "claims", "decide", "is_thin", "note_linears_of_others", "why_not_sizes", "why_not_worth"]
 
 _DTYPES = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
 
@@ -158,10 +158,15 @@ def _why_not_tensors(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None, r
 
 
 def _why_not_shape(a: TensorProxy, w: TensorProxy, recipe: Any) -> str | None:
-    multiple = alignment(recipe)
-    rows = math.prod(a.shape[:-1])
     out_features, in_features = w.shape
-    for what, size in (("input rows", rows), ("in_features", in_features), ("out_features", out_features)):
+    sizes = {"input rows": math.prod(a.shape[:-1]), "in_features": in_features, "out_features": out_features}
+    return why_not_sizes(sizes, recipe)
+
+
+def why_not_sizes(sizes: dict[str, int], recipe: Any) -> str | None:
+    """Why the GEMMs of ``recipe`` cannot contract over one of ``sizes``, by what they are of; None if they can."""
+    multiple = alignment(recipe)
+    for what, size in sizes.items():
         if size % multiple or size == 0:
             return f"{size} {what}: FP8 GEMMs need a multiple of {multiple}"
     return None

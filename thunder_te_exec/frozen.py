@@ -14,9 +14,9 @@ from thunder_te_exec import compat  # noqa: F401  (before thunder)
 from thunder.core.module import ThunderModule
 
 from thunder_te_exec.autocast import default_recipe
-from thunder_te_exec.claim import why_not_worth
+from thunder_te_exec.claim import why_not_sizes, why_not_worth
 from thunder_te_exec.fp8_weight import Fp8Weight, dequantize_pair, weight_format
-from thunder_te_exec.layouts import alignment, is_transposable
+from thunder_te_exec.layouts import is_transposable
 from thunder_te_exec.recipe import TensorRole, check_supported
 
 __all__ = ["FrozenWeight", "dequantize_", "quantize_frozen_"]
@@ -174,11 +174,9 @@ def _why_not(
         return f"read by {other or 'the model itself'!r} too, which is no linear"
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{weight.dtype}: expected float32, bfloat16 or float16"
-    multiple = alignment(recipe)
-    for what, size in zip(("out_features", "in_features"), weight.shape):
-        if size % multiple or size == 0:
-            return f"{size} {what}: FP8 GEMMs need a multiple of {multiple}"
-    return why_not_worth(tuple(weight.shape), name, te_filter) or ""
+    out_features, in_features = weight.shape
+    why_not = why_not_sizes({"out_features": out_features, "in_features": in_features}, recipe)
+    return why_not or why_not_worth((out_features, in_features), name, te_filter) or ""
 
 
 def _add_hooks(model: nn.Module) -> None:

@@ -7,8 +7,8 @@ import copy
 import pytest
 import thunder
 import torch
+from frozen_stack import RECIPES, step
 from steps import same
-from test_frozen import RECIPES, step
 from thunder_te_exec import dequantize_, quantize_frozen_, te_ex
 from thunder_te_exec.backends import BACKENDS
 from thunder_te_exec.fp8_weight import Fp8Weight
