@@ -1,9 +1,9 @@
 """LoRA fine-tuning of a stack of Llama-3-8B-shaped blocks: what a step costs, by method. Needs a GPU.
 
 A step is forward, backward and gradients set to None; bfloat16, the input wanting a gradient, every linear frozen with
-an adapter of rank 16 (``--rank 0``: full fine-tuning instead). Every method runs in a process of its own, one after
-the other; times are medians of device events after a warm-up, memory is torch's peak, and what is allocated before a
-step (base).
+an adapter of rank 16 (``--rank 0``: full fine-tuning instead). Every method runs in a process of its own, and is
+measured while the others wait; times are medians of device events after a warm-up, memory is torch's peak, and what is
+allocated before a step (base).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ import typer
 from lora_model import SHAPES, MakeLinear, Stack
 
 OURS = "te_ex + torch_compile_ex"
+READY = "ready to be measured"
 
 
 def build(method: str, make: Callable[..., Stack]) -> Callable:
@@ -105,8 +107,17 @@ def _torchao(stack: Stack, recipe: str) -> Stack:
     return convert_to_float8_training(stack, config=config, module_filter_fn=lambda _, name: "lora_" not in name)
 
 
-def measure(method: str, shape: str, layers: int, tokens: int, batch: int, rank: int, steps: int) -> dict[str, Any]:
-    """Milliseconds a step on the device and on the host, and GiB."""
+def measure(
+    method: str,
+    shape: str,
+    layers: int,
+    tokens: int,
+    batch: int,
+    rank: int,
+    steps: int,
+    wait: Callable[[], Any] = bool,
+) -> dict[str, Any]:
+    """Milliseconds a step on the device and the host, and GiB; ``wait`` is called between compiling and measuring."""
     import torch
 
     torch.manual_seed(0)
@@ -124,14 +135,9 @@ def measure(method: str, shape: str, layers: int, tokens: int, batch: int, rank:
     torch.set_default_dtype(torch.float32)
     (stack,) = made
     parameters = [p for p in stack.parameters() if p.requires_grad]
-    device_ms, host_ms = [], []
-    began = time.perf_counter()
-    for step in range(steps + 5):
+
+    def step() -> tuple[float, float]:
         torch.cuda.synchronize()
-        if step == 1:
-            first = time.perf_counter() - began
-        if step == 5:
-            torch.cuda.reset_peak_memory_stats()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         host = time.perf_counter()
         start.record()
@@ -139,16 +145,54 @@ def measure(method: str, shape: str, layers: int, tokens: int, batch: int, rank:
         for p in (x, *parameters):
             p.grad = None
         end.record()
-        host_ms.append((time.perf_counter() - host) * 1e3)
+        host_ms = (time.perf_counter() - host) * 1e3
         end.synchronize()
-        device_ms.append(start.elapsed_time(end))
+        return start.elapsed_time(end), host_ms
+
+    began = time.perf_counter()
+    step()
+    first = time.perf_counter() - began
+    for _ in range(2):
+        step()
+    wait()
+    for _ in range(3):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    device_ms, host_ms = zip(*(step() for _ in range(steps)))
     return {
-        "ms": statistics.median(device_ms[5:]),
-        "host ms": statistics.median(host_ms[5:]),
+        "ms": statistics.median(device_ms),
+        "host ms": statistics.median(host_ms),
         "peak GiB": torch.cuda.max_memory_allocated() / 2**30,
         "base GiB": torch.cuda.memory_allocated() / 2**30,
         "first step s": first,
     }
+
+
+def measured_in_turn(names: Sequence[str], options: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each of ``names`` in a process of its own, all of which compile at once."""
+    command = [sys.executable, __file__, "--child", *options]
+    with contextlib.ExitStack() as stack:
+        children = []
+        for name in names:
+            errors = stack.enter_context(tempfile.TemporaryFile("w+"))
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
+            children.append(
+                (name, stack.enter_context(subprocess.Popen([*command, "--method", name], **pipes)), errors)
+            )
+        for _, child, _ in children:
+            _until(child, READY)
+        for name, child, errors in children:
+            with contextlib.suppress(BrokenPipeError):  # it has failed
+                child.stdin.write("go\n")
+                child.stdin.flush()
+            line = _until(child, "{")
+            errors.seek(0)
+            yield name, json.loads(line) if line else {"error": errors.read()[-2000:]}
+
+
+def _until(child: subprocess.Popen, prefix: str) -> str:
+    """The next line of ``child`` that begins with ``prefix``; empty where it ends before."""
+    return next((line for line in child.stdout if line.startswith(prefix)), "")
 
 
 def table(results: dict[str, dict[str, Any]], title: str) -> None:
@@ -191,12 +235,20 @@ def main(
     batch: int = 4,
     rank: Annotated[int, typer.Option(help="of the adapters; 0: full fine-tuning")] = 16,
     steps: int = 12,
+    jobs: Annotated[
+        int, typer.Option(help="methods that compile at once, each beside the others' memory; first steps take longer")
+    ] = 1,
     out: Annotated[Path | None, typer.Option(help="folder for lora.json and lora.png")] = None,
     child: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Measure methods, one process each, and print a table."""
     if child:
-        print(json.dumps(measure(method[0], shape, layers, tokens, batch, rank, steps)))
+
+        def wait() -> None:
+            print(READY, flush=True)
+            sys.stdin.readline()
+
+        print(json.dumps(measure(method[0], shape, layers, tokens, batch, rank, steps, wait)), flush=True)
         return
     import torch
 
@@ -204,13 +256,13 @@ def main(
         sys.exit("lora.py: torch finds no GPU here")
     options = {"--shape": shape, "--layers": layers, "--tokens": tokens, "--batch": batch, "--rank": rank}
     options["--steps"] = steps
+    flat = [str(part) for option in options.items() for part in option]
+    names = list(method or METHODS)
     results: dict[str, dict[str, Any]] = {}
-    for name in method or METHODS:
-        command = [sys.executable, __file__, "--child", "--method", name]
-        command += [str(part) for option in options.items() for part in option]
-        done = subprocess.run(command, capture_output=True, text=True)
-        results[name] = {"error": done.stderr[-2000:]} if done.returncode else json.loads(done.stdout.splitlines()[-1])
-        print(name, results[name], file=sys.stderr, flush=True)
+    for begin in range(0, len(names), jobs):
+        for name, result in measured_in_turn(names[begin : begin + jobs], flat):
+            results[name] = result
+            print(name, result, file=sys.stderr, flush=True)
     what = f"LoRA of rank {rank}" if rank else "full fine-tuning"
     title = f"{what}: {layers} {shape} blocks, {batch} x {tokens} tokens, bf16"
     table(results, title)

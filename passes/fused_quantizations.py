@@ -27,7 +27,9 @@ operation on its bits, and an amax leaves out NaN. A fuser takes symbols that st
 stand right behind what they read, and scales are asked for before all that.
 
 Delayed scaling alone knows its scales before its tensors, and only what is read row-wise alone, as everything around a
-frozen weight is, gains: a transposed copy is no pointwise code. Where torch runs each operation by itself nothing is
+frozen weight is, gains: a transposed copy is no pointwise code. What comes out of a transposition is left alone too: an
+H200 took a rotary embedding's backward 65 us with a quantization of its own, and 86 us fused, where a norm gained 6 us
+of 63, a product with SiLU 29 of 244, and its backward 74 of 443. Where torch runs each operation by itself nothing is
 done.
 """
 
@@ -37,7 +39,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_te_exec.passes.patterns import Uses, is_fusible_code, is_view, recorded
+from thunder_te_exec.passes.patterns import Uses, is_fusible_code, is_reshape, recorded
 from thunder_te_exec.passes.rewrite import with_bound_symbols
 from thunder_te_exec.symbols import (
     KnownScales,
@@ -168,7 +170,7 @@ def _quantized_alone(bsym: BoundSymbol) -> TensorProxy | None:
 
 def _is_computed_by_a_fuser(x: TensorProxy, uses: Uses) -> bool:
     bsym = uses.producer.get(x.name)
-    while bsym is not None and is_view(bsym) and bsym.sym.executor is None:
+    while bsym is not None and is_reshape(bsym) and bsym.sym.executor is None:
         bsym = uses.producer.get(bsym.args[0].name)
     return bsym is not None and is_fusible_code(bsym)
 

@@ -45,7 +45,7 @@ class AmaxSlot(NamedTuple):
     @property
     def scale_inv(self) -> torch.Tensor:
         """What quantized numbers are multiplied with to get the tensor's back, float32 (1,), a view."""
-        return self.group.scale_inv[self.index : self.index + 1]
+        return self.group.scale_inv[self.index, :1]
 
     def note(self, row_amaxes: torch.Tensor) -> None:
         """Take ``row_amaxes``, float32 of any shape, into ``amax`` when the group takes all that was noted."""
@@ -89,16 +89,19 @@ class AmaxGroup:
 
     @property
     def scale_inv(self) -> torch.Tensor:
-        """``1 / scale``, one tensor for good, right after each :meth:`scale_changed`."""
+        """``1 / scale``, right after each :meth:`scale_changed`: column 0 of a float32 (tensors, 4), one for good.
+
+        cuBLAS reads a scale from an address that is a multiple of 16.
+        """
         if self._scale_inv is None:
             with torch.inference_mode(False):
-                self._scale_inv = self.scale.reciprocal()
+                self._scale_inv = self.scale.reciprocal()[:, None].repeat(1, 4)
         return self._scale_inv
 
     def scale_changed(self) -> None:
         """To be called when ``scale`` has been written to."""
         if self._scale_inv is not None:
-            torch.reciprocal(self.scale, out=self._scale_inv)
+            torch.reciprocal(self.scale, out=self._scale_inv[:, 0])
 
     def note(self, i: int, row_amaxes: torch.Tensor) -> None:
         if i in self._noted:

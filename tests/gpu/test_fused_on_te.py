@@ -1,0 +1,43 @@
+"""Quantization in a fuser's kernels, multiplied by Transformer Engine."""
+
+from __future__ import annotations
+
+import pytest
+import thunder_te_exec  # noqa: F401  (before thunder)
+import thunder
+import torch
+from fused_model import WITHOUT, gated, jitted, trained
+from steps import same
+from thunder_te_exec import fp8_state_dict
+from thunder_te_exec.passes import PASSES
+from thunder_te_exec.recipe import DelayedScaling, Format
+from thunder_te_exec.symbols import is_te_backward
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+@pytest.mark.parametrize("fp8", (Format.HYBRID, Format.E4M3), ids=lambda f: f.name)
+def test_bits_scales_and_histories_are_those_of_te_s_own_quantization(dtype, fp8, monkeypatch) -> None:
+    recipe = DelayedScaling(fp8_format=fp8, amax_history_len=4)
+    compiled = jitted(gated(dtype).cuda(), monkeypatch, recipe=recipe)
+    fused = trained(compiled, dtype)
+    assert same(fused, trained(jitted(gated(dtype).cuda(), monkeypatch, WITHOUT, recipe), dtype))
+    linears = [b for b in thunder.last_backward_traces(compiled)[-1].bound_symbols if is_te_backward(b)]
+    assert all("amax" in b.kwargs for b in linears) and len(linears) == 3
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf"), 1e-40, 0.0))
+def test_special_numbers_are_quantized_as_te_does(value, monkeypatch) -> None:
+    def run(passes):
+        compiled = jitted(gated().cuda(), monkeypatch, passes)
+        x = torch.randn(2, 16, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+        g = x.flip(0).clone()
+        x[1, 3, :5] = g[1, 7] = value
+        x.requires_grad_()
+        y = compiled(x)
+        y.backward(g)
+        return [y.detach(), x.grad, *fp8_state_dict(compiled).values()]
+
+    fused, plain = run(PASSES), run(WITHOUT)
+    assert all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(fused, plain, strict=True))
