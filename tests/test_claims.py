@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import thunder
 import torch
 from programs import LoraLinear
 from thunder.executors.torch_compile import torch_compile_ex
 from thunder_te_exec import Claim, autocast, claims, is_thin, te_ex
+from thunder_te_exec.recipe import DelayedScaling, Float8BlockScaling
 from torch import nn
 from traces import forward_linears, jitted
 
@@ -224,6 +227,18 @@ def test_a_linear_that_another_executor_took_first_says_so() -> None:
     compiled = thunder.jit(nn.Linear(32, 32), executors=[torch_compile_ex, te_ex])
     compiled(torch.randn(16, 32))
     assert not only_claim(compiled).claimed and "put te_ex before it" in only_claim(compiled).reason
+
+
+def test_each_claim_names_the_class_of_recipe_that_it_was_decided_under() -> None:
+    compiled = thunder.jit(nn.Linear(32, 32), executors=[te_ex], te_fp8_recipe=Float8BlockScaling())
+    for context in (contextlib.nullcontext(), autocast(recipe=DelayedScaling()), autocast(enabled=False)):
+        with context:
+            compiled(torch.randn(16, 32))
+    assert [(c.recipe, c.claimed) for c in claims(compiled)] == [
+        ("Float8BlockScaling", True),
+        ("DelayedScaling", True),
+        ("", False),
+    ]
 
 
 def test_claims_of_something_that_is_not_jitted_raises() -> None:

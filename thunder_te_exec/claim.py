@@ -39,6 +39,7 @@ class Claim:
         input_shape: shape of the input, (..., in_features).
         claimed: whether it runs in FP8.
         reason: why it does not; "" for a claimed linear.
+        recipe: class of the recipe that it was decided under; "" where FP8 was off, or te_ex was not asked.
     """
 
     weight: str
@@ -46,6 +47,7 @@ class Claim:
     input_shape: tuple[int, ...]
     claimed: bool
     reason: str
+    recipe: str = ""
 
 
 def claims(jitted: Any) -> tuple[Claim, ...]:
@@ -117,7 +119,8 @@ def decide(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None) -> Claim | 
         if not state.claims:
             check_parameter_names(cd.fn)
         reason = _why_not(a, w, bias, weight, settings, state)
-        state.claims[key] = Claim(weight, tuple(w.shape), tuple(a.shape), reason is None, reason or "")
+        recipe = type(settings.recipe).__name__ if settings.enabled else ""
+        state.claims[key] = Claim(weight, tuple(w.shape), tuple(a.shape), reason is None, reason or "", recipe)
     entries.decided(cs.last_traces, key, state.claims[key])
     return state.claims[key]
 
