@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import thunder
@@ -119,6 +120,8 @@ def test_a_block_that_differs_is_compiled_by_itself_and_says_why(what, monkeypat
         found = train(blocks, steps=2)
     assert traced.count("Block") == 2
     assert any(f": {name}" in str(w.message) for w in warned), [str(w.message) for w in warned]
+    # It points at the call of the model, not into the package.
+    assert {Path(w.filename).name for w in warned if "by itself" in str(w.message)} == {"block_model.py"}
     assert same(train(whole, steps=2), found)
 
 

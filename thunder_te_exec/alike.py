@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,6 +41,35 @@ class _Same:
         return f"{type(self.value).__name__} object"
 
 
+class _Tensor(NamedTuple):
+    """A parameter or buffer: which of both, the first name that it has, and what it is."""
+
+    kind: str
+    first_name: str
+    cls: type
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, t: torch.Tensor, kind: str, first_name: str) -> _Tensor:
+        stride = t.stride() if t.layout is torch.strided else None
+        return cls(kind, first_name, type(t), tuple(t.shape), stride, t.dtype, t.device, t.requires_grad)
+
+    def words(self) -> Iterator[str]:
+        """What it is, a phrase for each field."""
+        yield f"in {self.kind}"
+        yield f"one tensor with {self.first_name}"
+        yield f"a {self.cls.__name__}"
+        yield f"of shape {self.shape}"
+        yield f"of strides {self.stride}"
+        yield str(self.dtype)
+        yield f"on {self.device}"
+        yield "trained" if self.requires_grad else "frozen"
+
+
 def description_of(module: nn.Module, fqn: str, ignore: Collection[str] = ()) -> dict[str, Any]:
     """What tracing ``module``, ``fqn`` of its model, may depend on, by name: equal descriptions, equal traces.
 
@@ -65,9 +94,10 @@ def description_of(module: nn.Module, fqn: str, ignore: Collection[str] = ()) ->
         for name, value in vars(sub).items():
             if name in _TENSORS:
                 for key, tensor in value.items():
-                    is_tensor = isinstance(tensor, torch.Tensor)
-                    one = names.setdefault(id(tensor), f"{dot}{key}") if is_tensor else None
-                    found[f"{dot}{key}"] = name, one, _metadata(tensor)
+                    own_name = f"{dot}{key}"
+                    found[own_name] = name
+                    if isinstance(tensor, torch.Tensor):
+                        found[own_name] = _Tensor.of(tensor, name, names.setdefault(id(tensor), own_name))
             elif name == "_modules":
                 found[f"{dot}{name}"] = tuple((key, child is None) for key, child in value.items())
             elif name in HOOKS:
@@ -88,22 +118,12 @@ def first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
     for name in dict.fromkeys((*a, *b)):
         if name not in a or name not in b:
             return f"{name} is {'not ' if name not in a else ''}there"
+        if isinstance(a[name], _Tensor) and isinstance(b[name], _Tensor) and a[name] != b[name]:
+            differing = [words for words in zip(a[name].words(), b[name].words()) if words[0] != words[1]]
+            return "; ".join(f"{name} is {mine}, not {its}" for mine, its in differing)
         if a[name] != b[name]:
             return f"{name} is {_shown(a[name])}, not {_shown(b[name])}"
     return ""
-
-
-def _metadata(t: torch.Tensor | None) -> Any:
-    if t is None:
-        return None
-    return (
-        type(t),
-        tuple(t.shape),
-        t.stride() if t.layout is torch.strided else None,
-        t.dtype,
-        t.device,
-        t.requires_grad,
-    )
 
 
 def _value(value: Any, own: tuple[str, ...], inside: tuple[int, ...] = ()) -> Any:
@@ -131,5 +151,9 @@ def _value(value: Any, own: tuple[str, ...], inside: tuple[int, ...] = ()) -> An
 
 
 def _shown(value: Any) -> str:
-    shown = str(value[1]) if isinstance(value, tuple) and value and isinstance(value[0], type) else str(value)
+    shown = str(value)
+    if type(value) is tuple and value and isinstance(value[0], type):
+        shown = repr(value[2]) if value[0] is str else str(value[1])
+    if isinstance(value, _Tensor):
+        shown = ", ".join(value.words())
     return shown if len(shown) < 200 else f"{shown[:200]}..."

@@ -283,6 +283,17 @@ def copy_jitted_modules_by(deepcopy: Callable[[Any, dict[int, Any]], Any]) -> No
         ThunderModule.__deepcopy__ = deepcopy
 
 
+def warn(message: str) -> None:
+    """Warn at the line outside of this package, thunder and torch that the call which is under way came from."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+_NOT_THE_USERS = ("thunder_te_exec", "thunder", "torch", "contextlib", "functools")
+
+
 def current_compilation() -> tuple[Any, Any]:
     """(CompileData, CompileStats) of the jitted function being compiled; (None, None) outside a compilation."""
     from thunder.core.compile_data import _compile_data

@@ -7,7 +7,6 @@ anew, reading this block and bound to this block's state.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from typing import Any, NamedTuple
@@ -260,10 +259,9 @@ class _Offers(NamedTuple):
         others = [o for o in self.family.compiled if o.module_class is type(self.traced) and o.name != self.name]
         differences = [first_difference(description, o.description) for o in others]
         if all(differences) and differences:
-            warnings.warn(
+            compat.warn(
                 f"jit_blocks: {self.name} is compiled by itself, for it differs from {others[-1].name}: "
-                f"{differences[-1]} (an attribute that no block needs can be named in ignore=)",
-                stacklevel=2,
+                f"{differences[-1]} (an attribute that no block needs can be named in ignore=)"
             )
         self.family.compiled.append(
             _Offer(self.name, type(self.traced), description, compat.EntryPrograms(entry, self.family.ignore), compiled)

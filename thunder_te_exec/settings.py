@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +96,7 @@ class Settings:
         """Say once for each jitted function that nothing can be claimed, and what to do."""
         if self.why_no_backend not in state.warned:
             state.warned.add(self.why_no_backend)
-            warnings.warn(f"thunder_te_exec claims no linear: {self.why_no_backend}", stacklevel=2)
+            compat.warn(f"thunder_te_exec claims no linear: {self.why_no_backend}")
 
 
 def _check_names(compile_options: dict[str, Any]) -> None:
