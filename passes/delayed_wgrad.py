@@ -24,8 +24,8 @@ and, as traces of their own, whose arguments are the tuples that ``te_delay_wgra
     def wgrad(ctx0, sx0, qg0): ...
 
 Gradients are quantized in the first part, in both directions at once, so that the scales move there, and the bias's is
-summed there, where the gradient is at hand and need not be kept. What depends on a gradient that waits, such as the sum
-of a tied weight's, waits with it, in the trace of all that is computed together. In such a trace, ::
+summed there, where the gradient is at hand and need not be kept. What depends on a gradient that waits, and what a
+tied weight gets elsewhere, waits with it, in the trace of all that is computed together. In such a trace, ::
 
         te_functional_linear_wgrad(ctx1, (sx1,), qg1, main_grad=w1_main_grad)
         return {'w1': None, ...}
@@ -39,11 +39,11 @@ gradient is quantized, or a tensor written to in place, on the way there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from thunder_te_exec import compat
-from thunder_te_exec.passes.patterns import computes, is_add, writes_in_place
+from thunder_te_exec.passes.patterns import computes, is_add, recorded, writes_in_place
 from thunder_te_exec.passes.rewrite import insert_before_return, joint_return, return_of, with_bound_symbols
 from thunder_te_exec.symbols import (
     Wanted,
@@ -54,6 +54,7 @@ from thunder_te_exec.symbols import (
     te_functional_linear_wgrad,
 )
 
+import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.proxies import AnyProxy, Proxy
 from thunder.core.pytree import tree_flatten
@@ -81,13 +82,14 @@ class DelayedPart(NamedTuple):
 
 
 def delayed_wgrad(
-    trace: TraceCtx, parameters: Container[str], with_main_grad: Container[str], dgrad: Symbol, wgrad: Symbol
+    trace: TraceCtx, parameters: Mapping[str, str], with_main_grad: Container[str], dgrad: Symbol, wgrad: Symbol
 ) -> tuple[TraceCtx, tuple[DelayedPart, ...]]:
     """Take out of a joint trace the weight and bias gradients of claimed linears, and what only these need.
 
     Args:
         trace: the joint trace; a trace without gradients is given back.
-        parameters: the arguments that are parameters, whose gradients may wait.
+        parameters: the arguments that are parameters, whose gradients may wait, with a name for each; of one name are
+            arguments that are one parameter.
         with_main_grad: those whose weight gradient is added to their ``main_grad``.
         dgrad, wgrad: ``te_functional_linear_dgrad`` and ``te_functional_linear_wgrad``.
     """
@@ -108,11 +110,14 @@ def delayed_wgrad(
                 groups.add((bsym,), bsym.flat_proxy_outs)
             else:
                 new.bound_symbols.append(bsym)
-    waiting = groups.with_gradients(returned)
+    waiting = groups.with_gradients(returned, parameters)
     if not waiting:
         return trace, ()
     operands, parts = zip(*(_part(new, bsyms, grads, with_main_grad) for bsyms, grads in waiting))
-    return _returning_the_rest(new, returned, operands, {name for _, grads in waiting for name in grads}), parts
+    names = {parameters[arg] for _, grads in waiting for arg in grads}
+    return _returning_the_rest(
+        new, returned, operands, {arg for arg, name in parameters.items() if name in names}
+    ), parts
 
 
 def _what_must_not_wait(trace: TraceCtx, returned: dict[str, Any], parameters: Container[str]) -> set[str]:
@@ -147,30 +152,46 @@ class _Groups:
 
     def add(self, bsyms: Sequence[BoundSymbol], outputs: Iterable[Proxy]) -> None:
         """Let ``bsyms`` and ``outputs`` wait, as one group with the groups that they read something of."""
-        read = {self._root(self._of[p.name]) for b in bsyms for p in b.flat_proxy_args if p.name in self._of}
-        group = min(read, default=len(self._joined))
-        if not read:
-            self._joined.append(group)
-        for other in read:
-            self._joined[other] = group
+        group = self._join({self._of[p.name] for b in bsyms for p in b.flat_proxy_args if p.name in self._of})
         self._waiting += [(bsym, group) for bsym in bsyms]
         self._of.update((p.name, group) for p in outputs)
+
+    def _join(self, groups: set[int]) -> int:
+        """``groups`` made one; a new one where there are none."""
+        roots = {self._root(group) for group in groups}
+        group = min(roots, default=len(self._joined))
+        if not roots:
+            self._joined.append(group)
+        for other in roots:
+            self._joined[other] = group
+        return group
 
     def _root(self, group: int) -> int:
         while self._joined[group] != group:
             self._joined[group] = group = self._joined[self._joined[group]]
         return group
 
-    def with_gradients(self, returned: dict[str, Any]) -> list[tuple[list[BoundSymbol], dict[str, Proxy]]]:
-        """Of each group its symbols, in order, and the gradients that ``returned`` has of it, by parameter."""
-        grads: dict[int, dict[str, Proxy]] = {}
+    def with_gradients(
+        self, returned: dict[str, Any], parameters: Mapping[str, str]
+    ) -> list[tuple[list[BoundSymbol], dict[str, list[Proxy]]]]:
+        """Of each group its symbols, in order, and by parameter the gradients of which ``returned`` has one of it.
+
+        autograd adds up what one parameter gets in one backward before it adds that to ``.grad``: where it gets
+        several gradients, all wait for the last.
+        """
+        slots: dict[str, list[tuple[str, Proxy]]] = {}
         for grad, arg in zip(returned["output"], returned["flat_args"]):
-            if isinstance(grad, Proxy) and grad.name in self._of:
-                grads.setdefault(self._root(self._of[grad.name]), {})[arg.name] = grad
-        bsyms: dict[int, list[BoundSymbol]] = {}
+            if isinstance(grad, Proxy) and arg.name in parameters:
+                slots.setdefault(parameters[arg.name], []).append((arg.name, grad))
+        waiting = [grads for grads in slots.values() if self.wait_for(grad for _, grad in grads)]
+        groups = [self._join({self._of[g.name] for _, g in grads if g.name in self._of}) for grads in waiting]
+        found: dict[int, tuple[list[BoundSymbol], dict[str, list[Proxy]]]] = {}
+        for group, grads in sorted(zip(map(self._root, groups), waiting), key=lambda each: each[0]):
+            found.setdefault(group, ([], {}))[1][grads[0][0]] = [grad for _, grad in grads]
         for bsym, group in self._waiting:
-            bsyms.setdefault(self._root(group), []).append(bsym)
-        return [(bsyms.get(group, []), grads[group]) for group in sorted(grads)]
+            if self._root(group) in found:
+                found[self._root(group)][0].append(bsym)
+        return list(found.values())
 
 
 def _split(bsym: BoundSymbol, dgrad: Symbol, wgrad: Symbol) -> tuple[BoundSymbol, tuple[BoundSymbol]]:
@@ -199,10 +220,11 @@ def _returning_the_rest(
 
 
 def _part(
-    trace: TraceCtx, bsyms: list[BoundSymbol], grads: dict[str, Proxy], with_main_grad: Container[str]
+    trace: TraceCtx, bsyms: list[BoundSymbol], terms: dict[str, list[Proxy]], with_main_grad: Container[str]
 ) -> tuple[tuple[Proxy, ...], DelayedPart]:
-    """The part that computes ``grads`` by ``bsyms``, and what these read of ``trace``."""
+    """The part that computes the sums of ``terms`` by ``bsyms``, and what these read of ``trace``."""
     new = with_bound_symbols(trace, (), "Delayed weight gradients")
+    bsyms, grads = _summed(new, bsyms, terms)
     of_weights = _of_weights(bsyms, grads)
     fresh = _fresh(bsyms, grads)
     with tracectx(new):
@@ -223,6 +245,18 @@ def _part(
         new.bound_symbols += bsyms
         prims.python_return(grads)
     return tuple(operands.values()), DelayedPart(new, tuple(grads), of_weights, fresh)
+
+
+def _summed(
+    trace: TraceCtx, bsyms: list[BoundSymbol], terms: dict[str, list[Proxy]]
+) -> tuple[list[BoundSymbol], dict[str, Proxy]]:
+    bsyms, grads = list(bsyms), {}
+    for name, (total, *others) in terms.items():
+        for other in others:
+            bsyms += recorded(trace, bsyms[0], ltorch.add, total, other)
+            total = bsyms[-1].output
+        grads[name] = total
+    return bsyms, grads
 
 
 def _of_weights(bsyms: list[BoundSymbol], grads: dict[str, Proxy]) -> frozenset[str]:

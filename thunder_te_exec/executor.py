@@ -86,7 +86,8 @@ def _without_delayed_wgrads(trace: TraceCtx) -> tuple[TraceCtx, tuple[WgradProgr
         return trace, ()
     own = dict(module.named_parameters(remove_duplicate=False))
     names = Fp8State.of(cd).names.parameters(trace, cs.last_prologue_traces[-1])
-    names = {proxy: name for proxy, name in names.items() if name in own}
+    first: dict[int, str] = {}  # a tied parameter has several names
+    names = {proxy: first.setdefault(id(own[name]), name) for proxy, name in names.items() if name in own}
     fused = {p for p, name in names.items() if fuses and getattr(own[name], "main_grad", None) is not None}
     trace, parts = delayed_wgrad(trace, names, fused, te_functional_linear_dgrad, te_functional_linear_wgrad)
     others = [ex for ex in cd.executors_list if ex is not te_ex]

@@ -164,7 +164,7 @@ def _te_functional_linear_backward_meta(
     )
 
 
-def _without_outputs() -> None:
+def _without_outputs(*_: Any) -> None:
     return None
 
 
@@ -183,7 +183,7 @@ te_functional_linear_backward = _symbol(
 # Made from a te_functional_linear_backward whose outputs they take over.
 te_functional_linear_dgrad = _symbol("te_functional_linear_dgrad", None, (prims.OpTags.MATMUL_OP,))
 te_functional_linear_wgrad = _symbol("te_functional_linear_wgrad", None, (prims.OpTags.MATMUL_OP,))
-te_delay_wgrad = _symbol("te_delay_wgrad", None, (prims.OpTags.DONT_DCE,))
+te_delay_wgrad = _symbol("te_delay_wgrad", _without_outputs, (prims.OpTags.DONT_DCE,))
 te_quantize_input = _symbol("te_quantize_input", None)
 te_high_precision = _symbol("te_high_precision", None)
 te_sync_fp8_meta_bwd = _symbol("te_sync_fp8_meta_bwd", _without_outputs, (prims.OpTags.DONT_DCE,))
