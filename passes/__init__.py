@@ -3,6 +3,7 @@
 from thunder_te_exec.passes.differentiable_once import differentiable_once
 from thunder_te_exec.passes.fewest_saved_tensors import fewest_saved_tensors
 from thunder_te_exec.passes.fp8_meta_sync import fp8_meta_sync
+from thunder_te_exec.passes.fused_quantizations import fused_quantizations
 from thunder_te_exec.passes.merged_adapters import merged_adapters
 from thunder_te_exec.passes.needed_gradients import needed_gradients
 from thunder_te_exec.passes.number_linears import number_linears
@@ -20,6 +21,7 @@ __all__ = [
     "differentiable_once",
     "fewest_saved_tensors",
     "fp8_meta_sync",
+    "fused_quantizations",
     "merged_adapters",
     "needed_gradients",
     "number_linears",
@@ -41,6 +43,7 @@ OPTIMIZATIONS = (
     merged_adapters,
     shared_inputs,
     recomputed_activations,
+    fused_quantizations,
 )
 
 #: What runs on a joint (forward and backward) trace or on an inference trace, in this order.

@@ -11,9 +11,9 @@ After::
     (z, (s6, s7), ctx_te_1) = te_linear_1(y, w1, None, ...)
 
 thunder collects what symbols call by their names, so a linear that keeps FP8 state needs a name of its own in its
-trace, as does a ``te_quantize_input``. ``te_recompute_linear`` gets the number of the first run that it reads.
-Numbering comes last: thunder runs the lowering before it more than once, and what is given there is neither dense nor
-stable.
+trace, as do a ``te_quantize_input`` and a ``te_input_scale``. ``te_recompute_linear`` gets the number of the first run
+that it reads. Numbering comes last: thunder runs the lowering before it more than once, and what is given there is
+neither dense nor stable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from thunder_te_exec.passes.rewrite import free_name, with_bound_symbols
-from thunder_te_exec.symbols import ctx_of, is_te_linear, is_te_quantize, is_te_recompute
+from thunder_te_exec.symbols import ctx_of, is_te_input_scale, is_te_linear, is_te_quantize, is_te_recompute
 
 from thunder.core.proxies import Proxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol, Symbol
@@ -33,7 +33,7 @@ __all__ = ["number_linears"]
 def number_linears(trace: TraceCtx) -> TraceCtx:
     """Rename ``te_linear`` to ``te_linear_N`` and its context to ``ctx_te_N``, and its recomputation likewise."""
     new = with_bound_symbols(trace, (), "Numbering of FP8 linears")
-    count = quantizations = 0
+    count = quantizations = scales = 0
     number_of_ctx: dict[str, int] = {}
     renamed: dict[Variable, Proxy] = {}
     with tracectx(new):
@@ -46,6 +46,9 @@ def number_linears(trace: TraceCtx) -> TraceCtx:
             elif is_te_quantize(bsym):
                 bsym = bsym.from_bsym(sym=_named(bsym.sym, quantizations))
                 quantizations += 1
+            elif is_te_input_scale(bsym):
+                bsym = bsym.from_bsym(sym=_named(bsym.sym, scales))
+                scales += 1
             elif is_te_recompute(bsym):
                 n = number_of_ctx[bsym.args[3].name]
                 bsym = _numbered(bsym, n, f"bw_ctx_te_{n}", new, renamed)

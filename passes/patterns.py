@@ -24,6 +24,7 @@ __all__ = [
     "computes",
     "concatenated",
     "is_add",
+    "is_fusible_code",
     "is_matmul",
     "is_plain_linear",
     "is_pointwise",
@@ -62,6 +63,7 @@ _POINTWISE = symbol_ids(
 )
 # Of these a broadcast and a shallow copy give views.
 _COMPUTES = (_POINTWISE | _MATMULS) - symbol_ids(primitives=(prims.broadcast_in_dim, prims.shallow_copy))
+_SUMS = symbol_ids("sum", "mean", primitives=(prims.sum,))
 _PERMUTES = symbol_ids("permute", primitives=(prims.transpose,))
 _TRANSPOSES = _PERMUTES | symbol_ids("transpose")
 _CATS = symbol_ids("cat", primitives=(prims.cat,))
@@ -158,6 +160,11 @@ def computes(bsym: BoundSymbol) -> bool:
 def is_pointwise(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` is a pointwise operation, a cast or a broadcast that a fuser can make part of a kernel."""
     return bsym.sym.id in _POINTWISE and bsym.sym.executor is None and isinstance(bsym.output, TensorProxy)
+
+
+def is_fusible_code(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` is left to a fuser, which computes it in a kernel of its own making."""
+    return is_pointwise(bsym) or (bsym.sym.id in _SUMS | _CATS and bsym.sym.executor is None)
 
 
 class Uses:

@@ -23,7 +23,7 @@ from thunder_te_exec.cache import EntriesByContext
 from thunder_te_exec.calls import Calls
 from thunder_te_exec.checkpoint import take_loaded
 from thunder_te_exec.layouts import is_transposable
-from thunder_te_exec.linear import Fp8Linear
+from thunder_te_exec.linear import Fp8Linear, grad_scale
 from thunder_te_exec.passes.rewrite import with_bound_symbols
 from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype, has_functions
 from thunder_te_exec.scale_updates import BackwardSync, Fp8ForwardContext, ScaleUpdate, differentiable_once
@@ -31,12 +31,14 @@ from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxSlot, Fp8State, LinearKey, SlotKey
 from thunder_te_exec.symbols import (
     ctx_of,
+    is_te_input_scale,
     is_te_linear,
     is_te_quantize,
     is_te_recompute,
     is_unclaimed_linear,
     te_delay_wgrad,
     te_differentiable_once,
+    te_grad_scale,
     te_sync_fp8_meta_bwd,
 )
 from thunder_te_exec.weight_cache import OptimizerSteps, WeightCache
@@ -59,12 +61,14 @@ class PlannedLinear(NamedTuple):
 class Plan(NamedTuple):
     """What binding needs to know of a trace, by the names of its symbols.
 
-    ``quantizes`` has by ``te_quantize_input_N`` the name of its output, ``recomputes`` by ``te_recompute_linear_N``
-    its linear's. ``wgrads`` are the programs whose operands ``te_delay_wgrad`` is called with.
+    ``quantizes`` has by ``te_quantize_input_N`` the name of its output, ``scales`` by ``te_input_scale_N`` the name of
+    the output of the quantization with that scale, ``recomputes`` by ``te_recompute_linear_N`` its linear's. ``wgrads``
+    are the programs whose operands ``te_delay_wgrad`` is called with.
     """
 
     linears: dict[str, PlannedLinear]
     quantizes: dict[str, str]
+    scales: dict[str, str]
     recomputes: dict[str, str]
     wgrads: tuple[WgradProgram, ...] = ()
 
@@ -99,8 +103,11 @@ def bind(
                 _import_ctx={"transformer_engine": forward_context},
                 _object_ctx={_CONTEXT: objects[_CONTEXT]},
             )
+        if bsym.sym == te_grad_scale:
+            return bsym.from_bsym(sym=run_by(bsym.sym, grad_scale))
         others = te_sync_fp8_meta_bwd, te_differentiable_once, te_delay_wgrad
-        if is_te_quantize(bsym) or is_te_recompute(bsym) or bsym.sym in others:
+        named = is_te_quantize(bsym) or is_te_input_scale(bsym) or is_te_recompute(bsym)
+        if named or bsym.sym in others:
             return bsym.from_bsym(sym=run_by(bsym.sym, objects[bsym.sym.name]))
         return bsym
 
@@ -117,15 +124,18 @@ def _plan(trace: TraceCtx, keys_of_outputs: dict[str, LinearKey], state: Fp8Stat
         return PlannedLinear(
             keys_of_outputs[bsym.output[0].name],
             to_torch_device(a.device),
-            to_torch_dtype(a.dtype),
+            to_torch_dtype(bsym.output[0].dtype),
             not weight.requires_grad,
             state.names.is_parameter(weight),
             None if quantized is None else quantized.name,
         )
 
+    scale_of = {b.output.name: b.sym.name for b in trace.bound_symbols if is_te_input_scale(b)}
+    fused = (b for b in trace.bound_symbols if is_te_quantize(b) and "scale" in b.kwargs)
     return Plan(
         {name: planned(bsym) for name, bsym in linears.items()},
         {b.sym.name: b.output.name for b in trace.bound_symbols if is_te_quantize(b)},
+        {scale_of[b.kwargs["scale"].name]: b.output.name for b in fused},
         {b.sym.name: name_of_ctx[b.args[3].name] for b in trace.bound_symbols if is_te_recompute(b)},
     )
 
@@ -157,6 +167,7 @@ def bound(plan: Plan) -> dict[str, Any]:
     return {
         **ops,
         **{name: ops[first_reader[output]].quantize_input for name, output in plan.quantizes.items()},
+        **{name: ops[first_reader[output]].input_scale for name, output in plan.scales.items()},
         **{name: ops[linear].recompute for name, linear in plan.recomputes.items()},
         te_sync_fp8_meta_bwd.name: BackwardSync(calls, updates[False]),
         te_differentiable_once.name: differentiable_once,

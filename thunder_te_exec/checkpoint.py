@@ -92,6 +92,7 @@ def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], str
             state.loaded = Loaded(own, strict, state_dict[_RECIPES].detach().clone())
             continue
         _copy(own, _named_tensors(state, state.slots))
+        state.scales_changed()
         for weight in state.weights.values():  # quantized with other scales
             weight.forget()
 
@@ -152,6 +153,7 @@ def take_loaded(state: Fp8State, new: list[SlotKey]) -> None:
         state.forget(new)
         _raise_if_any(missing, (), ())
     _copy(entries, targets)
+    state.scales_changed()
     # A later compilation may meet other linears, of which nothing was promised.
     rest = {name: tensor for name, tensor in entries.items() if name not in targets}
     state.loaded = state.loaded._replace(entries=rest, strict=False)

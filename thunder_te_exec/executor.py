@@ -29,10 +29,10 @@ from thunder_te_exec.passes import OPTIMIZATIONS, PASSES, recomputed_activations
 from thunder_te_exec.passes.delayed_wgrad import delayed_wgrad
 from thunder_te_exec.passes.high_precision_weights import high_precision_weights
 from thunder_te_exec.passes.patterns import writes_in_place
-from thunder_te_exec.recipe import TensorRole
+from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import Fp8State
-from thunder_te_exec.symbols import Wanted, is_te_linear
+from thunder_te_exec.symbols import KnownScales, Wanted, is_te_linear
 from thunder_te_exec.wgrad_queue import WgradProgram, WgradSlot
 
 __all__ = ["te_ex"]
@@ -145,13 +145,12 @@ def _checker(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None = None) ->
 
 
 def _inference(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None = None) -> TensorProxy:
-    out, _, _ = te_linear(a, w, bias, **Wanted(False, False, False).kwargs())
+    out, _, _ = _te_linear(a)(a, w, bias, **Wanted(False, False, False).kwargs())
     return out
 
 
-def _training(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None = None) -> TensorProxy:
-    # Every gradient is asked for here: which are wanted is known when the joint trace is complete.
-    wanted = Wanted(True, True, bias is not None).kwargs()
+def _te_linear(a: TensorProxy) -> Symbol:
+    """The ``te_linear`` of the recipe in force for an input ``a``."""
     recipe = Settings.current(compat.current_compilation()[0], to_torch_device(a.device)).recipe
 
     def specs(a_shape: tuple[int, int], w_shape: tuple[int, int]) -> tuple[TensorSpec, ...]:
@@ -160,7 +159,16 @@ def _training(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None = None) -
             *operand_specs(recipe, TensorRole.WEIGHT, w_shape, columnwise=True),
         )
 
-    out, saved, ctx = symbols.te_linear_saving(te_linear, specs)(a, w, bias, **wanted)
+    known = None
+    if isinstance(recipe, DelayedScaling):
+        known = KnownScales(*(fp8_dtype(recipe, role) for role in (TensorRole.INPUT, TensorRole.GRAD_OUTPUT)))
+    return symbols.te_linear_saving(te_linear, specs, known)
+
+
+def _training(a: TensorProxy, w: TensorProxy, bias: TensorProxy | None = None) -> TensorProxy:
+    # Every gradient is asked for here: which are wanted is known when the joint trace is complete.
+    wanted = Wanted(True, True, bias is not None).kwargs()
+    out, saved, ctx = _te_linear(a)(a, w, bias, **wanted)
     b_shape = None if bias is None else tuple(bias.shape)
     grads = te_functional_linear_backward(tuple(a.shape), tuple(w.shape), b_shape, ctx, saved, get_grad(out), **wanted)
     for tensor, grad in zip((a, w, bias), grads):

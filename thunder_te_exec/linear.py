@@ -16,11 +16,11 @@ from thunder_te_exec.calls import Call, Calls
 from thunder_te_exec.fp8_weight import Fp8Weight, weight_format
 from thunder_te_exec.recipe import Product, TensorRole, quantization_params
 from thunder_te_exec.settings import Settings
-from thunder_te_exec.state import AmaxSlot
+from thunder_te_exec.state import AmaxGroup, AmaxSlot
 from thunder_te_exec.symbols import Wanted
 from thunder_te_exec.weight_cache import WeightCache
 
-__all__ = ["Fp8Linear", "fp8_linear_backward", "fp8_linear_dgrad", "fp8_linear_wgrad"]
+__all__ = ["Fp8Linear", "fp8_linear_backward", "fp8_linear_dgrad", "fp8_linear_wgrad", "grad_scale"]
 
 Saved = tuple[torch.Tensor, ...]
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -133,18 +133,23 @@ class Fp8Linear:
         grad_output: torch.Tensor,
         wanted: Wanted,
         accumulate: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
         delay_wgrad: bool = False,
     ) -> Grads:
         """The wanted gradients of input, weight and bias, from what forward saved.
 
-        ``accumulate`` is added to the input's gradient, and becomes it in place. With ``delay_wgrad`` the weight's is
+        ``accumulate`` is added to the input's gradient, and becomes it in place. With ``amax``, float32 of each row,
+        ``grad_output`` has been quantized, with :meth:`grad_scale`: its bytes. With ``delay_wgrad`` the weight's is
         what :meth:`wgrad` computes it from, and ``saved`` has the weight alone.
         """
         g = _matrix(grad_output)
         grad_input = grad_weight = None
         if wanted.quantizes_grad_output:
-            quantize = self._quantizers_of_backward(ctx.call).grad[wanted.input, wanted.weight]
-            q = self._with_the_same_random_numbers(ctx.call, quantize, g) if self._stochastic else quantize(g)
+            if amax is not None:
+                q = self._quantized(g, amax, TensorRole.GRAD_OUTPUT, again=bool(ctx.call.backward_scales))
+            else:
+                quantize = self._quantizers_of_backward(ctx.call).grad[wanted.input, wanted.weight]
+                q = self._with_the_same_random_numbers(ctx.call, quantize, g) if self._stochastic else quantize(g)
             # The input's matrix, then the weight's, as far as wanted.
             x = saved[: len(saved) // 2] if wanted.input else saved
             weight = saved[len(saved) // 2 :] if wanted.weight and not delay_wgrad else saved
@@ -204,17 +209,45 @@ class Fp8Linear:
                 self._slots[TensorRole.WEIGHT].scale.copy_(q.rowwise[1].reciprocal())
         return q
 
-    def quantize_input(self, a: torch.Tensor, *, columnwise: bool) -> Operand:
-        """The implementation of ``te_quantize_input``, of which this linear is the first reader."""
+    def quantize_input(
+        self,
+        a: torch.Tensor,
+        *,
+        columnwise: bool,
+        scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> Operand:
+        """The implementation of ``te_quantize_input``, of which this linear is the first reader.
+
+        With ``amax``, float32 of each row, ``a`` has been quantized row-wise, with ``scale``: its bytes.
+        """
         again = self._calls.forward if self._calls.again else None
+        if amax is not None:
+            return self._quantized(_matrix(a), amax, TensorRole.INPUT, again=again is not None)
         return self._quantizers_of_forward(again).input[columnwise](_matrix(a))
+
+    def input_scale(self) -> torch.Tensor:
+        """The implementation of ``te_input_scale``: float32 (1,), under delayed scaling."""
+        if self._calls.again:
+            self._load_replay(self._calls.forward.forward_scales)
+        return self._slots_of(self._calls.again)[TensorRole.INPUT].scale
+
+    def grad_scale(self, call: Call) -> torch.Tensor:
+        """What a backward of ``call`` quantizes the output's gradient with: float32 (1,), under delayed scaling."""
+        self._calls.backward = call
+        self._load_replay(call.backward_scales)
+        return self._slots_of(bool(call.backward_scales))[TensorRole.GRAD_OUTPUT].scale
+
+    def _quantized(self, data: torch.Tensor, amax: torch.Tensor, role: TensorRole, *, again: bool) -> Operand:
+        if not again:
+            self._slots[role].note(amax)
+        return Operand((data, self._scale_invs[again, role]), None)
 
     def _quantizers_of_forward(self, again: Call | None) -> _Quantizers:
         """Of a run, or of a second run of the call ``again``: with its scales, recording no amax."""
         if again is None or not self._slots:
             return self._quantizers
-        for group, scale in again.forward_scales.items():
-            group.load_replay(scale)
+        self._load_replay(again.forward_scales)
         return self._replay
 
     def _quantizers_of_backward(self, call: Call) -> _Quantizers:
@@ -222,9 +255,15 @@ class Fp8Linear:
         if not call.backward_scales:
             return self._quantizers
         # backward() ran on this call before (retain_graph): the same gradients again, recording no amax.
-        for group, scale in call.backward_scales.items():
-            group.load_replay(scale)
+        self._load_replay(call.backward_scales)
         return self._replay
+
+    def _load_replay(self, scales: dict[AmaxGroup, torch.Tensor]) -> None:
+        for group, scale in scales.items():
+            group.load_replay(scale)
+
+    def _slots_of(self, again: bool) -> dict[TensorRole, AmaxSlot]:
+        return self._replay_slots if again else self._slots
 
     def _with_the_same_random_numbers(self, call: Call, quantize: Quantize, g: torch.Tensor) -> Operand:
         """``quantize(g)``, which draws in a second backward of one forward what it drew in the first."""
@@ -245,7 +284,18 @@ class Fp8Linear:
 
     @functools.cached_property
     def _replay(self) -> _Quantizers:
-        return _Quantizers(self._settings, {role: slot.replay for role, slot in self._slots.items()}, self._device)
+        return _Quantizers(self._settings, self._replay_slots, self._device)
+
+    @functools.cached_property
+    def _replay_slots(self) -> dict[TensorRole, AmaxSlot]:
+        return {role: slot.replay for role, slot in self._slots.items()}
+
+    @functools.cached_property
+    def _scale_invs(self) -> dict[tuple[bool, TensorRole], torch.Tensor]:
+        """By whether it is a second run: views that are right whenever scales are."""
+        return {
+            (again, role): slot.scale_inv for again in (False, True) for role, slot in self._slots_of(again).items()
+        }
 
 
 def _matrix(t: torch.Tensor) -> torch.Tensor:
@@ -269,11 +319,12 @@ def fp8_linear_backward(
     weight_requires_grad: bool,
     bias_requires_grad: bool,
     accumulate: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
     delay_wgrad: bool = False,
 ) -> Grads:
     """The implementation of ``te_functional_linear_backward``."""
     wanted = Wanted(input_requires_grad, weight_requires_grad, bias_requires_grad)
-    return ctx.linear.backward(ctx, a_shape, saved, grad_output, wanted, accumulate, delay_wgrad)
+    return ctx.linear.backward(ctx, a_shape, saved, grad_output, wanted, accumulate, amax, delay_wgrad)
 
 
 #: The implementation of ``te_functional_linear_dgrad``.
@@ -285,3 +336,8 @@ def fp8_linear_wgrad(
 ) -> torch.Tensor | None:
     """The implementation of ``te_functional_linear_wgrad``."""
     return ctx.linear.wgrad(saved, quantized_grad, main_grad)
+
+
+def grad_scale(ctx: LinearContext) -> torch.Tensor:
+    """The implementation of ``te_grad_scale``."""
+    return ctx.linear.grad_scale(ctx.call)

@@ -47,7 +47,13 @@ class ScaleUpdate:
             self._reduce()
         for group in self.groups:
             self._backend.update_scales(group, self._recipe)
+            group.scale_changed()
             group.updates += 1
+
+    def take_noted(self) -> None:
+        """Raise the amaxes to those that kernels of a fuser computed."""
+        for group in self.groups:
+            group.take_noted()
 
     def _reduce(self) -> None:
         order = self._order()
@@ -110,6 +116,8 @@ class Fp8ForwardContext:
             run.call.recipes = self._recipes
             self._calls.forward, self._calls.again = run.call, run.again
             out = computation(*args, **kwargs)
+            for update in self._updates:
+                update.take_noted()
             # As te.autocast: what runs without gradients does not move the scales.
             if run.gradients and not run.again:
                 self._update(run.call, remember=self._recomputes or run.checkpointed)
@@ -145,5 +153,6 @@ class BackwardSync:
         if call.backward_scales:
             return
         for update in self._updates:
+            update.take_noted()
             call.backward_scales.update({group: group.scale.clone() for group in update.groups})
             update()

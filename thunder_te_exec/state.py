@@ -44,6 +44,15 @@ class AmaxSlot(NamedTuple):
         return self.group.history[:, self.index]
 
     @property
+    def scale_inv(self) -> torch.Tensor:
+        """What quantized numbers are multiplied with to get the tensor's back, float32 (1,), a view."""
+        return self.group.scale_inv[self.index : self.index + 1]
+
+    def note(self, row_amaxes: torch.Tensor) -> None:
+        """Take ``row_amaxes``, float32 of any shape, into ``amax`` when the group takes all that was noted."""
+        self.group.note(self.index, row_amaxes)
+
+    @property
     def replay(self) -> AmaxSlot:
         """The slot of the same tensor in the group's replay."""
         return self.group.replay.slot(self.index)
@@ -71,11 +80,38 @@ class AmaxGroup:
         self.dtype = dtype
         self.keys = tuple(keys)
         self.updates = 0
+        self._scale_inv: torch.Tensor | None = None
+        self._noted: dict[int, torch.Tensor] = {}
         self._replay: AmaxGroup | None = None
         self._replayed: torch.Tensor | None = None
 
     def slot(self, i: int) -> AmaxSlot:
         return AmaxSlot(self.scale[i : i + 1], self.history[0, i : i + 1], self, i)
+
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        """``1 / scale``, one tensor for good, right after each :meth:`scale_changed`."""
+        if self._scale_inv is None:
+            with torch.inference_mode(False):
+                self._scale_inv = self.scale.reciprocal()
+        return self._scale_inv
+
+    def scale_changed(self) -> None:
+        """To be called when ``scale`` has been written to."""
+        if self._scale_inv is not None:
+            torch.reciprocal(self.scale, out=self._scale_inv)
+
+    def note(self, i: int, row_amaxes: torch.Tensor) -> None:
+        if i in self._noted:
+            self.take_noted()
+        self._noted[i] = row_amaxes
+
+    def take_noted(self) -> None:
+        """Raise amaxes to what was noted: few kernels for all, where each tensor's own would take two."""
+        if self._noted:
+            noted, self._noted = self._noted, {}
+            amaxes = [self.history[0, i] for i in noted]
+            torch._foreach_maximum_(amaxes, torch._foreach_max(list(noted.values())))
 
     @property
     def replay(self) -> AmaxGroup:
@@ -88,6 +124,7 @@ class AmaxGroup:
         """Put ``scale``, float32 (tensors,), a copy of this group's scale at an earlier time, into the replay."""
         if self._replayed is not scale:
             self.replay.scale.copy_(scale)
+            self.replay.scale_changed()
             self._replayed = scale
 
 
@@ -198,6 +235,11 @@ class Fp8State:
             self.slots.update({key: group.slot(i) for i, key in enumerate(members)})
         made = [key for members in new.values() for key in members]
         return [self.slots[shared.get(key, key)] for key in keys], made
+
+    def scales_changed(self) -> None:
+        """To be called when scales of any group have been written to."""
+        for group in (group for groups in self.groups.values() for group in groups):
+            group.scale_changed()
 
     def forget(self, keys: Iterable[SlotKey]) -> None:
         """Undo the making of the slots of ``keys``, all of whose groups were made with them."""

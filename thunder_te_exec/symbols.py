@@ -11,6 +11,10 @@ becomes it in place. ``quantized_input``: the quantized ``a``, made once for sev
 
     qa = te_quantize_input(a, columnwise=)
 
+Where a fuser's kernel has quantized already, with ``scale = te_input_scale()`` or ``scale = te_grad_scale(ctx)``, the
+bytes, uint8, take the place of ``a`` or ``gy``, and ``amax``, float32, has the largest magnitude of each row: a keyword
+of ``te_quantize_input``, with ``scale``, and of ``te_functional_linear_backward``.
+
 A linear inside a checkpointed region runs again in backward as its first run did, whose context is ``first_run``::
 
     (y, saved, ctx) = te_recompute_linear(a, w, bias, first_run, *the same keywords)
@@ -56,10 +60,12 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.executors.torchex import ex as torch_ex
 
 __all__ = [
+    "KnownScales",
     "Wanted",
     "ctx_of",
     "is_linear_of_others",
     "is_te_backward",
+    "is_te_input_scale",
     "is_te_linear",
     "is_te_quantize",
     "is_te_recompute",
@@ -71,7 +77,9 @@ __all__ = [
     "te_functional_linear_backward",
     "te_functional_linear_dgrad",
     "te_functional_linear_wgrad",
+    "te_grad_scale",
     "te_high_precision",
+    "te_input_scale",
     "te_linear",
     "te_linear_saving",
     "te_quantize_input",
@@ -99,6 +107,17 @@ class Wanted(NamedTuple):
     def quantizes_grad_output(self) -> bool:
         """Whether the gradient of the output is quantized: the bias gradient is a sum in high precision."""
         return self.input or self.weight
+
+
+class KnownScales(NamedTuple):
+    """A tag of a ``te_linear`` whose scales are known before its tensors, and what type each is quantized to."""
+
+    input: torch.dtype
+    grad_output: torch.dtype
+
+    @classmethod
+    def of(cls, bsym: BoundSymbol) -> KnownScales | None:
+        return next((tag for tag in bsym.sym.tags if isinstance(tag, cls)), None)
 
 
 def saved_operands(saved: Sequence[Any], wanted: Wanted) -> tuple[Any, ...]:
@@ -185,6 +204,8 @@ te_functional_linear_dgrad = _symbol("te_functional_linear_dgrad", None, (prims.
 te_functional_linear_wgrad = _symbol("te_functional_linear_wgrad", None, (prims.OpTags.MATMUL_OP,))
 te_delay_wgrad = _symbol("te_delay_wgrad", _without_outputs, (prims.OpTags.DONT_DCE,))
 te_quantize_input = _symbol("te_quantize_input", None)
+te_input_scale = _symbol("te_input_scale", None)
+te_grad_scale = _symbol("te_grad_scale", None)
 te_high_precision = _symbol("te_high_precision", None)
 te_sync_fp8_meta_bwd = _symbol("te_sync_fp8_meta_bwd", _without_outputs, (prims.OpTags.DONT_DCE,))
 te_differentiable_once = _symbol("te_differentiable_once", _without_outputs, (prims.OpTags.DONT_DCE,))
@@ -196,9 +217,10 @@ def of_the_executor_of(bsym: BoundSymbol, symbol: Symbol) -> Symbol:
     return replace(symbol, **ours, _hash=None)
 
 
-def te_linear_saving(symbol: Symbol, specs: SavedSpecs) -> Symbol:
+def te_linear_saving(symbol: Symbol, specs: SavedSpecs, known_scales: KnownScales | None) -> Symbol:
     """``symbol``, a ``te_linear``, for a recipe whose saved tensors are those of ``specs``."""
-    return replace(symbol, meta=_linear_meta(specs), _hash=None)
+    tags = symbol.tags if known_scales is None else (*symbol.tags, known_scales)
+    return replace(symbol, meta=_linear_meta(specs), tags=tags, _hash=None)
 
 
 _UNCLAIMED = (prims.linear, ltorch.linear, torch_ex.opmap["linear"])
@@ -227,6 +249,11 @@ def is_te_recompute(bsym: BoundSymbol) -> bool:
 def is_te_quantize(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` quantizes an input for several claimed linears, numbered or not."""
     return bsym.sym == te_quantize_input
+
+
+def is_te_input_scale(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` gives the scale that the input of a claimed linear is quantized with, numbered or not."""
+    return bsym.sym == te_input_scale
 
 
 def is_te_backward(bsym: BoundSymbol) -> bool:
