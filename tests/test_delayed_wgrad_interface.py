@@ -125,15 +125,17 @@ def test_a_hook_that_raises_leaves_nothing_waiting_and_the_next_call_works(funct
     assert calls == [1, 1]
 
 
-def test_after_an_exception_in_backward_nothing_waits(function, wgrads) -> None:
+@pytest.mark.parametrize("place", ("before", "behind"))
+def test_after_an_exception_in_backward_nothing_waits(function, wgrads, place) -> None:
     def fails(_: torch.Tensor) -> None:
         raise OSError("in backward")
 
-    y = function(batch(0))
-    y.register_hook(fails)
+    x = batch(0).requires_grad_()
+    y = function(x)
+    (y if place == "before" else x).register_hook(fails)
     with pytest.raises(OSError, match="in backward"):
         y.sum().backward()
-    assert not wgrads.need_backward_dw()
+    assert not wgrads.need_backward_dw() and not wgrads._queue._backwards
 
 
 def test_after_an_exception_in_backward_dw_what_is_left_is_set_once(module, monkeypatch) -> None:

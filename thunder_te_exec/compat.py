@@ -131,10 +131,16 @@ def _raise_if_grad_enabled(message: str) -> None:
         raise RuntimeError(message)
 
 
-def backward_under_way() -> int | None:
-    """A number that only this backward of torch's has; None outside of any."""
+def after_backward(callback: Callable[[int | None], None]) -> None:
+    """Call ``callback`` with a number that only the backward under way has, when it has ended, unless it raises.
+
+    Outside of a backward, at once, with None.
+    """
     task = torch._C._current_graph_task_id()
-    return None if task == -1 else task
+    if task == -1:
+        callback(None)
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(callback, task))
 
 
 class CheckpointRun(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -114,15 +115,17 @@ class _Backward:
 
 
 class WgradQueue:
-    """What waits, by backward, the oldest first. Device threads of one backward add to it."""
+    """What waits, by backward, the oldest first."""
 
     def __init__(self) -> None:
         self._backwards: list[_Backward] = []
         self._lock = threading.Lock()
 
     def put(self, waiting: Sequence[Waiting]) -> None:
-        """Add to what the backward under way has put here."""
-        number = compat.backward_under_way()
+        """Let ``waiting`` wait from the end of the backward under way; of one that raises nothing is left."""
+        compat.after_backward(functools.partial(self._add, waiting))
+
+    def _add(self, waiting: Sequence[Waiting], number: int | None) -> None:
         with self._lock:
             for backward in reversed(self._backwards):
                 if number is not None and backward.number == number:
@@ -132,25 +135,24 @@ class WgradQueue:
 
     def oldest(self, prefix: str) -> list[Waiting]:
         """Of the oldest backward that left something for parameters with ``prefix`` alone, that."""
-        return [waiting for _, _, waiting in self._oldest(prefix)]
+        return [backward.waiting[number] for backward, number in self._oldest(prefix)]
 
     def work_off(self, prefix: str) -> bool:
         """Work off :meth:`oldest`; whether there was any. What an exception interrupts stays, with what follows."""
-        found = False
-        for backward, number, waiting in self._oldest(prefix):
-            waiting.work_off()
-            found = True
+        oldest = self._oldest(prefix)
+        for backward, number in oldest:
+            backward.waiting[number].work_off()
             with self._lock:
-                del backward.waiting[number]
+                del backward.waiting[number]  # and the tensors with it
                 if not backward.waiting:
                     self._backwards.remove(backward)
-        return found
+        return bool(oldest)
 
-    def _oldest(self, prefix: str) -> list[tuple[_Backward, int, Waiting]]:
+    def _oldest(self, prefix: str) -> list[tuple[_Backward, int]]:
         with self._lock:
             for backward in self._backwards:
                 found = [
-                    (backward, number, waiting)
+                    (backward, number)
                     for number, waiting in backward.waiting.items()
                     if all(name.startswith(prefix) for name in waiting.names)
                 ]
