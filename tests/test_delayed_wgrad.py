@@ -231,6 +231,28 @@ class Hypernetwork(nn.Module):
         return self.last(nn.functional.linear(x, self.makes(x.sin())[:64].contiguous()))
 
 
+class LowRank(nn.Module):
+    """A weight with a low-rank part: its factors' gradients are products of what waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.b, self.a = (nn.Parameter(torch.randn(shape)) for shape in ((64, 64), (64, 8), (8, 64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight + self.b @ self.a)
+
+
+def test_an_autocast_around_backward_dw_changes_nothing() -> None:
+    torch.manual_seed(0)
+    pair = Pair(LowRank())
+    pair.backward(batch(0))
+    assert len(without_gradient(pair.modules[1])) == 3
+    with torch.autocast("cpu", torch.bfloat16):
+        pair.wgrads.backward_dw()
+        assert torch.is_autocast_enabled("cpu")
+    assert pair.gradients_are_the_same()
+
+
 class WeightsAsArguments(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -249,6 +249,20 @@ def executable(trace: Any, executors: Sequence[Any]) -> Any:
     return del_last_used(transform_for_execution(trace, executors))
 
 
+@contextmanager
+def as_traced() -> Iterator[None]:
+    """What a trace's decorators see to, for several functions of traces: no gradients, no torch.autocast."""
+    enabled = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    with torch.no_grad():
+        try:
+            for device in enabled:
+                torch.set_autocast_enabled(device, False)
+            yield
+        finally:
+            for device, was in enabled.items():
+                torch.set_autocast_enabled(device, was)
+
+
 class Program:
     """The function of a trace, that can be made again with other objects bound."""
 

@@ -98,7 +98,7 @@ def _without_delayed_wgrads(trace: TraceCtx) -> tuple[TraceCtx, tuple[WgradProgr
             WgradSlot(names[p], p in fused if fuses and p in part.of_weights else None, p in part.fresh)
             for p in part.parameters
         )
-        programs.append(WgradProgram(run.python_callable(), tuple(slots), run))
+        programs.append(WgradProgram(run.python_callable(include_decorators=False), tuple(slots), run))
     Fp8State.of(cd).wgrad_traces = tuple(program.trace for program in programs)
     return trace, tuple(programs)
 

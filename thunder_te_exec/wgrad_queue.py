@@ -57,9 +57,8 @@ class Waiting(NamedTuple):
         """The parameters whose ``.grad`` is going to be set."""
         return [p for p, slot in zip(self.wanted(), self.program.slots) if p is not None and not slot.main_grad]
 
-    @torch.no_grad()
     def work_off(self) -> None:
-        """Compute the gradients, and add them to ``.grad`` or ``main_grad``."""
+        """Compute the gradients, and add them to ``.grad`` or ``main_grad``; inside ``compat.as_traced``."""
         wanted, slots = self.wanted(), self.program.slots
         if not any(p is not None for p in wanted):
             return
@@ -140,12 +139,13 @@ class WgradQueue:
     def work_off(self, prefix: str) -> bool:
         """Work off :meth:`oldest`; whether there was any. What an exception interrupts stays, with what follows."""
         oldest = self._oldest(prefix)
-        for backward, number in oldest:
-            backward.waiting[number].work_off()
-            with self._lock:
-                del backward.waiting[number]  # and the tensors with it
-                if not backward.waiting:
-                    self._backwards.remove(backward)
+        with compat.as_traced():
+            for backward, number in oldest:
+                backward.waiting[number].work_off()
+                with self._lock:
+                    del backward.waiting[number]  # and the tensors with it
+                    if not backward.waiting:
+                        self._backwards.remove(backward)
         return bool(oldest)
 
     def _oldest(self, prefix: str) -> list[tuple[_Backward, int]]:
