@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,3 +94,11 @@ def test_rows_that_no_fp8_gemm_takes_fail_early(tmp_path) -> None:
     result = run("--seq-len", "30", "--batch-size", "1", "--out", str(tmp_path))
     assert result.exit_code == 2
     assert "expected a multiple of 16" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_delayed_weight_gradients_of_two_processes_end_at_the_parameters_of_ddp() -> None:
+    done = subprocess.run(
+        [sys.executable, f"{EXAMPLES}/delayed_wgrad.py", "--steps", "2"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("parameters the same to the last bit") == 2

@@ -23,6 +23,7 @@ from thunder_te_exec import passes
 from thunder_te_exec import quantize_frozen_
 from thunder_te_exec.passes import PASSES
 from thunder_te_exec.executor import te_high_precision
+from thunder_te_exec.passes.delayed_wgrad import delayed_wgrad
 from thunder_te_exec.passes.high_precision_weights import high_precision_weights
 from traces import as_text, jitted, joint_trace
 
@@ -87,7 +88,7 @@ def test_high_precision_reads_of_fp8_weights_are_those_of_the_golden_trace(golde
 
 
 def test_every_pass_is_a_file_of_its_name() -> None:
-    for run in (*PASSES, high_precision_weights):
+    for run in (*PASSES, high_precision_weights, delayed_wgrad):
         assert run.__module__ == f"{passes.__name__}.{run.__name__}"
 
 

@@ -38,7 +38,7 @@ LAYERS = (
     ("compat",),
     ("recipe_classes", "recipe", "layouts", "symbols", "autocast"),
     ("passes",),
-    ("names", "calls", "state"),
+    ("names", "calls", "wgrad_queue", "state"),
     ("backends",),
     (
         "settings",
@@ -53,6 +53,7 @@ LAYERS = (
         "forward_context",
         "binding",
         "copying",
+        "delayed_wgrad",
     ),
     ("alike", "executor"),
     ("jit_blocks",),

@@ -69,7 +69,7 @@ def as_text(*traces: TraceCtx) -> str:
     return "\n".join(_program(trace, numbers) for trace in traces)
 
 
-_NAME = re.compile(r"\b((?:bw_)?(?:t|s|scale|qx|ctx_te))(\d+)\b")
+_NAME = re.compile(r"\b((?:bw_)?(?:t|s|scale|qx|qg|ctx_te))(\d+)\b")
 
 
 def _program(trace: TraceCtx, numbers: dict[str, int]) -> str:

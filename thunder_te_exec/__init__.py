@@ -5,12 +5,14 @@ from thunder_te_exec import copying, recipe  # noqa: F401  (copying: copy.deepco
 from thunder_te_exec.autocast import autocast
 from thunder_te_exec.checkpoint import fp8_state_dict, load_fp8_state_dict
 from thunder_te_exec.claim import Claim, claims, is_thin
+from thunder_te_exec.delayed_wgrad import DelayedWgrad
 from thunder_te_exec.executor import te_ex
 from thunder_te_exec.frozen import FrozenWeight, dequantize_, quantize_frozen_
 from thunder_te_exec.jit_blocks import jit_blocks
 
 __all__ = [
     "Claim",
+    "DelayedWgrad",
     "FrozenWeight",
     "autocast",
     "claims",

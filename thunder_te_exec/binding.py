@@ -36,11 +36,13 @@ from thunder_te_exec.symbols import (
     is_te_quantize,
     is_te_recompute,
     is_unclaimed_linear,
+    te_delay_wgrad,
     te_differentiable_once,
     te_grad_scale,
     te_sync_fp8_meta_bwd,
 )
 from thunder_te_exec.weight_cache import OptimizerSteps, WeightCache
+from thunder_te_exec.wgrad_queue import WgradProgram
 
 __all__ = ["Plan", "bind", "bound", "linear_keys"]
 
@@ -60,13 +62,15 @@ class Plan(NamedTuple):
     """What binding needs to know of a trace, by the names of its symbols.
 
     ``quantizes`` has by ``te_quantize_input_N`` the name of its output, ``scales`` by ``te_input_scale_N`` the name of
-    the output of the quantization with that scale, ``recomputes`` by ``te_recompute_linear_N`` its linear's.
+    the output of the quantization with that scale, ``recomputes`` by ``te_recompute_linear_N`` its linear's. ``wgrads``
+    are the programs whose operands ``te_delay_wgrad`` is called with.
     """
 
     linears: dict[str, PlannedLinear]
     quantizes: dict[str, str]
     scales: dict[str, str]
     recomputes: dict[str, str]
+    wgrads: tuple[WgradProgram, ...] = ()
 
 
 #: The name of the context that a forward runs in (``thunder_te_exec.forward_context``).
@@ -74,7 +78,10 @@ _CONTEXT = "te_fp8_recipe"
 
 
 def bind(
-    trace: TraceCtx, keys_of_outputs: dict[str, LinearKey], run_by: Callable[[Symbol, Callable[..., Any]], Symbol]
+    trace: TraceCtx,
+    keys_of_outputs: dict[str, LinearKey],
+    run_by: Callable[[Symbol, Callable[..., Any]], Symbol],
+    wgrads: tuple[WgradProgram, ...] = (),
 ) -> TraceCtx:
     """Bind the linears and scale updates of ``trace``.
 
@@ -82,9 +89,10 @@ def bind(
         trace: after all passes.
         keys_of_outputs: what :func:`linear_keys` found before them.
         run_by: ``run_by(symbol, fn)`` gives the symbol that runs ``fn``.
+        wgrads: the programs of the gradients that wait.
     """
     compile_data, compile_stats = compat.current_compilation()
-    plan = _plan(trace, keys_of_outputs, Fp8State.of(compile_data))
+    plan = _plan(trace, keys_of_outputs, Fp8State.of(compile_data))._replace(wgrads=wgrads)
     EntriesByContext.of(compile_data, compile_stats).planned(compile_stats.last_traces, plan)
     objects = bound(plan)
 
@@ -97,7 +105,7 @@ def bind(
             )
         if bsym.sym == te_grad_scale:
             return bsym.from_bsym(sym=run_by(bsym.sym, grad_scale))
-        others = te_sync_fp8_meta_bwd, te_differentiable_once
+        others = te_sync_fp8_meta_bwd, te_differentiable_once, te_delay_wgrad
         named = is_te_quantize(bsym) or is_te_input_scale(bsym) or is_te_recompute(bsym)
         if named or bsym.sym in others:
             return bsym.from_bsym(sym=run_by(bsym.sym, objects[bsym.sym.name]))
@@ -163,6 +171,7 @@ def bound(plan: Plan) -> dict[str, Any]:
         **{name: ops[linear].recompute for name, linear in plan.recomputes.items()},
         te_sync_fp8_meta_bwd.name: BackwardSync(calls, updates[False]),
         te_differentiable_once.name: differentiable_once,
+        te_delay_wgrad.name: state.wgrads.of(compat.jitted_module(compile_data), plan.wgrads, state.full_name),
         _CONTEXT: context,
     }
 

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -131,6 +131,18 @@ def _raise_if_grad_enabled(message: str) -> None:
         raise RuntimeError(message)
 
 
+def after_backward(callback: Callable[[int | None], None]) -> None:
+    """Call ``callback`` with a number that only the backward under way has, when it has ended, unless it raises.
+
+    Outside of a backward, at once, with None.
+    """
+    task = torch._C._current_graph_task_id()
+    if task == -1:
+        callback(None)
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(callback, task))
+
+
 class CheckpointRun(NamedTuple):
     """A run of a ``torch.utils.checkpoint``.
 
@@ -214,6 +226,41 @@ def compiling(compile_data: Any, compile_stats: Any) -> Iterator[None]:
 
     with compile_data_and_stats(compile_data, compile_stats):
         yield
+
+
+def jitted_module(compile_data: Any) -> torch.nn.Module | None:
+    """What thunder reads the parameters of the function of ``compile_data`` from; None where it is no module."""
+    fn = compile_data.fn
+    return compile_data._thunder_module_map.get(id(fn), fn) if isinstance(fn, torch.nn.Module) else None
+
+
+def set_signature(trace: Any, name: str, args: Sequence[Any]) -> None:
+    """Let ``trace`` be the function ``name`` of the proxies ``args``."""
+    from thunder.core.codeutils import SigInfo
+
+    trace.args, trace.kwargs = tuple(args), {}
+    trace._siginfo = SigInfo.from_name_and_args(name, args)
+
+
+def executable(trace: Any, executors: Sequence[Any]) -> Any:
+    """``trace`` as one that can be run, what ``executors`` can run being run by them and the rest by torch."""
+    from thunder.executors.passes import del_last_used, transform_for_execution
+
+    return del_last_used(transform_for_execution(trace, executors))
+
+
+@contextmanager
+def as_traced() -> Iterator[None]:
+    """What a trace's decorators see to, for several functions of traces: no gradients, no torch.autocast."""
+    enabled = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    with torch.no_grad():
+        try:
+            for device in enabled:
+                torch.set_autocast_enabled(device, False)
+            yield
+        finally:
+            for device, was in enabled.items():
+                torch.set_autocast_enabled(device, was)
 
 
 class Program:

@@ -24,14 +24,16 @@ from thunder_te_exec.binding import bind, linear_keys
 from thunder_te_exec.claim import decide, note_linears_of_others
 from thunder_te_exec.fp8_weight import Fp8Weight, in_high_precision
 from thunder_te_exec.layouts import TensorSpec, operand_specs
-from thunder_te_exec.linear import fp8_linear_backward
+from thunder_te_exec.linear import fp8_linear_backward, fp8_linear_dgrad, fp8_linear_wgrad
 from thunder_te_exec.passes import OPTIMIZATIONS, PASSES, recomputed_activations
+from thunder_te_exec.passes.delayed_wgrad import delayed_wgrad
 from thunder_te_exec.passes.high_precision_weights import high_precision_weights
 from thunder_te_exec.passes.patterns import writes_in_place
 from thunder_te_exec.recipe import DelayedScaling, TensorRole, fp8_dtype
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import Fp8State
 from thunder_te_exec.symbols import KnownScales, Wanted, is_te_linear
+from thunder_te_exec.wgrad_queue import WgradProgram, WgradSlot
 
 __all__ = ["te_ex"]
 
@@ -61,8 +63,9 @@ class TransformerEngineExecutor(OperatorExecutor, FusionExecutor):
             trace = high_precision_weights(trace, held, te_high_precision)
         for run in _passes_for(trace):
             trace = run(trace)
+        trace, wgrads = _without_delayed_wgrads(trace)
         ours = any(is_te_linear(b) or b.sym == symbols.te_differentiable_once for b in trace.bound_symbols)
-        return bind(trace, keys, _bound) if ours else trace
+        return bind(trace, keys, _bound, wgrads) if ours else trace
 
 
 def _passes_for(trace: TraceCtx) -> tuple[Callable[[TraceCtx], TraceCtx], ...]:
@@ -72,6 +75,32 @@ def _passes_for(trace: TraceCtx) -> tuple[Callable[[TraceCtx], TraceCtx], ...]:
     if not Settings.recomputes_activations():
         left_out.add(recomputed_activations)
     return tuple(run for run in PASSES if run not in left_out)
+
+
+def _without_delayed_wgrads(trace: TraceCtx) -> tuple[TraceCtx, tuple[WgradProgram, ...]]:
+    """``trace`` without the weight gradients that the user wants to wait, and what computes these."""
+    fuses = Settings.fuses_wgrad_accumulation()
+    cd, cs = compat.current_compilation()
+    module = compat.jitted_module(cd)
+    if module is None or not Settings.delays_wgrad():
+        return trace, ()
+    own = dict(module.named_parameters(remove_duplicate=False))
+    names = Fp8State.of(cd).names.parameters(trace, cs.last_prologue_traces[-1])
+    first: dict[int, str] = {}  # a tied parameter has several names
+    names = {proxy: first.setdefault(id(own[name]), name) for proxy, name in names.items() if name in own}
+    fused = {p for p, name in names.items() if fuses and getattr(own[name], "main_grad", None) is not None}
+    trace, parts = delayed_wgrad(trace, names, fused, te_functional_linear_dgrad, te_functional_linear_wgrad)
+    others = [ex for ex in cd.executors_list if ex is not te_ex]
+    programs = []
+    for part in parts:
+        run = compat.executable(part.trace, others)
+        slots = (
+            WgradSlot(names[p], p in fused if fuses and p in part.of_weights else None, p in part.fresh)
+            for p in part.parameters
+        )
+        programs.append(WgradProgram(run.python_callable(include_decorators=False), tuple(slots), run))
+    Fp8State.of(cd).wgrad_traces = tuple(program.trace for program in programs)
+    return trace, tuple(programs)
 
 
 def _held_in_fp8(trace: TraceCtx) -> frozenset[str]:
@@ -100,6 +129,8 @@ def _bound(symbol: Symbol, fn: Callable[..., Any] | None) -> Symbol:
 # A te_linear gets what it runs, which holds its state, when the passes are done.
 te_linear = _bound(symbols.te_linear, None)
 te_functional_linear_backward = _bound(symbols.te_functional_linear_backward, fp8_linear_backward)
+te_functional_linear_dgrad = _bound(symbols.te_functional_linear_dgrad, fp8_linear_dgrad)
+te_functional_linear_wgrad = _bound(symbols.te_functional_linear_wgrad, fp8_linear_wgrad)
 te_high_precision = _bound(symbols.te_high_precision, in_high_precision)
 for _symbol in (te_linear, te_functional_linear_backward, te_high_precision):
     te_ex.opmap[_symbol.name] = _symbol

@@ -23,6 +23,7 @@ from thunder_te_exec.binding import bound
 from thunder_te_exec.cache import Compiled, EntriesByContext
 from thunder_te_exec.state import Fp8State
 from thunder_te_exec.weight_cache import OptimizerSteps
+from thunder_te_exec.wgrad_queue import WgradQueue
 
 __all__ = ["jit_blocks"]
 
@@ -186,7 +187,7 @@ class _Part:
         self._lc_cs.interpreter_cache = EntriesByContext([], family.options.get("te_fp8_recipe"), offers)
         state = Fp8State.of(self._lc_cd)
         state.full_name, state.warned = _full_names(name), family.warned
-        state.optimizer_steps = family.optimizer_steps
+        state.optimizer_steps, state.wgrads = family.optimizer_steps, family.wgrads
         self._checkpointed = state.checkpointed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -223,6 +224,7 @@ class _Family:
         self.options, self.ignore = options, ignore
         self.warned: set[str] = set()
         self.optimizer_steps = OptimizerSteps()
+        self.wgrads = WgradQueue()
         self.compiled: list[_Offer] = []
         self.before: dict[str, dict[str, Any]] = {}
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_te_exec.backends import Matrix, Operand, Quantize
+from thunder_te_exec.backends import Gemm, Matrix, Operand, Quantize
 from thunder_te_exec.calls import Call, Calls
 from thunder_te_exec.fp8_weight import Fp8Weight, weight_format
 from thunder_te_exec.recipe import Product, TensorRole, quantization_params
@@ -20,7 +20,7 @@ from thunder_te_exec.state import AmaxGroup, AmaxSlot
 from thunder_te_exec.symbols import Wanted
 from thunder_te_exec.weight_cache import WeightCache
 
-__all__ = ["Fp8Linear", "fp8_linear_backward", "grad_scale"]
+__all__ = ["Fp8Linear", "fp8_linear_backward", "fp8_linear_dgrad", "fp8_linear_wgrad", "grad_scale"]
 
 Saved = tuple[torch.Tensor, ...]
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -81,6 +81,7 @@ class Fp8Linear:
         self._weight_format = weight_format(settings.recipe)
         self._held_scale_inv: torch.Tensor | None = None
         self._fprop, self._dgrad, self._wgrad = (settings.backend.gemm(settings.recipe, p, dtype) for p in Product)
+        self._wgrads_into: dict[torch.dtype, Gemm] = {}
 
     def __call__(
         self,
@@ -133,11 +134,13 @@ class Fp8Linear:
         wanted: Wanted,
         accumulate: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
+        delay_wgrad: bool = False,
     ) -> Grads:
         """The wanted gradients of input, weight and bias, from what forward saved.
 
         ``accumulate`` is added to the input's gradient, and becomes it in place. With ``amax``, float32 of each row,
-        ``grad_output`` has been quantized, with :meth:`grad_scale`: its bytes.
+        ``grad_output`` has been quantized, with :meth:`grad_scale`: its bytes. With ``delay_wgrad`` the weight's is
+        what :meth:`wgrad` computes it from, and ``saved`` has the weight alone.
         """
         g = _matrix(grad_output)
         grad_input = grad_weight = None
@@ -149,14 +152,24 @@ class Fp8Linear:
                 q = self._with_the_same_random_numbers(ctx.call, quantize, g) if self._stochastic else quantize(g)
             # The input's matrix, then the weight's, as far as wanted.
             x = saved[: len(saved) // 2] if wanted.input else saved
-            weight = saved[len(saved) // 2 :] if wanted.weight else saved
+            weight = saved[len(saved) // 2 :] if wanted.weight and not delay_wgrad else saved
             if wanted.input:
                 if ctx.weight_is_rowwise:
                     weight = self._transpose_weight(weight)
                 grad_input = self._dgrad(q.rowwise, weight, None, _as_matrix(accumulate)).view(a_shape)
             if wanted.weight:
-                grad_weight = self._wgrad(q.columnwise, x, None)
+                grad_weight = q.columnwise if delay_wgrad else self._wgrad(q.columnwise, x, None)
         return grad_input, grad_weight, g.sum(dim=0) if wanted.bias else None
+
+    def wgrad(self, x: Matrix, q: Matrix, main_grad: torch.Tensor | None) -> torch.Tensor | None:
+        """The weight's gradient from column-wise copies of input and gradient; None if it is added to ``main_grad``."""
+        if main_grad is None:
+            return self._wgrad(q, x, None)
+        if main_grad.dtype not in self._wgrads_into:
+            gemm = self._settings.backend.gemm(self._settings.recipe, Product.WGRAD, main_grad.dtype)
+            self._wgrads_into[main_grad.dtype] = gemm
+        self._wgrads_into[main_grad.dtype](q, x, None, main_grad)
+        return None
 
     def _forward(
         self,
@@ -307,10 +320,22 @@ def fp8_linear_backward(
     bias_requires_grad: bool,
     accumulate: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
+    delay_wgrad: bool = False,
 ) -> Grads:
     """The implementation of ``te_functional_linear_backward``."""
     wanted = Wanted(input_requires_grad, weight_requires_grad, bias_requires_grad)
-    return ctx.linear.backward(ctx, a_shape, saved, grad_output, wanted, accumulate, amax)
+    return ctx.linear.backward(ctx, a_shape, saved, grad_output, wanted, accumulate, amax, delay_wgrad)
+
+
+#: The implementation of ``te_functional_linear_dgrad``.
+fp8_linear_dgrad = functools.partial(fp8_linear_backward, delay_wgrad=True)
+
+
+def fp8_linear_wgrad(
+    ctx: LinearContext, saved: Saved, quantized_grad: Matrix, *, main_grad: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """The implementation of ``te_functional_linear_wgrad``."""
+    return ctx.linear.wgrad(saved, quantized_grad, main_grad)
 
 
 def grad_scale(ctx: LinearContext) -> torch.Tensor:

@@ -23,6 +23,8 @@ _OPTIONS = {
     "te_weight_cache": "thunder_te_exec: keep quantized weights while they do not change; default: frozen ones",
     "te_filter": "thunder_te_exec: callable(weight_fqn, weight_shape) -> bool, decides instead of the thin-linear rule",
     "te_recompute_activations": "thunder_te_exec: False saves for backward what is cheap to compute again",
+    "te_delay_wgrad": "thunder_te_exec: weight and bias gradients of FP8 linears wait for DelayedWgrad.backward_dw",
+    "te_fuse_wgrad_accumulation": "thunder_te_exec: delayed weight gradients are added to main_grad where there is one",
 }
 
 
@@ -78,6 +80,30 @@ class Settings:
             TypeError: it is no boolean.
         """
         return _boolean("te_recompute_activations") is not False
+
+    @staticmethod
+    def delays_wgrad() -> bool:
+        """The option ``te_delay_wgrad`` of the compilation under way.
+
+        Raises:
+            TypeError: it is no boolean.
+        """
+        return _boolean("te_delay_wgrad") is True
+
+    @staticmethod
+    def fuses_wgrad_accumulation() -> bool:
+        """The option ``te_fuse_wgrad_accumulation`` of the compilation under way.
+
+        Raises:
+            TypeError: it is no boolean.
+            ValueError: no weight gradients are delayed.
+        """
+        fuses = _boolean("te_fuse_wgrad_accumulation") is True
+        if fuses and not Settings.delays_wgrad():
+            raise ValueError(
+                "te_fuse_wgrad_accumulation=True accumulates delayed gradients: give te_delay_wgrad=True too"
+            )
+        return fuses
 
     def hold_under(self, context: Fp8Context | None, option: Any, device: torch.device) -> bool:
         """Whether a compilation under ``context`` would have these settings, the options being what they are."""

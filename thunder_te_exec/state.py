@@ -15,6 +15,7 @@ import torch
 from thunder_te_exec.calls import CheckpointedCalls
 from thunder_te_exec.names import WeightNames
 from thunder_te_exec.recipe import TensorRole, same_recipe
+from thunder_te_exec.wgrad_queue import WgradQueue
 
 __all__ = ["AmaxGroup", "AmaxSlot", "Fp8State", "GroupKind", "LinearKey", "Loaded", "SlotKey"]
 
@@ -181,6 +182,8 @@ class Fp8State:
         loaded: a checkpoint that was loaded before the first compilation.
         checkpointed: the calls under ``torch.utils.checkpoint``.
         full_name: the name of a weight outside of this function, where it is part of a model.
+        wgrads: the weight gradients that wait.
+        wgrad_traces: what the latest compilation delays, a trace for each program.
     """
 
     names: WeightNames = field(default_factory=WeightNames)
@@ -194,6 +197,8 @@ class Fp8State:
     loaded: Loaded | None = None
     checkpointed: CheckpointedCalls = field(default_factory=CheckpointedCalls)
     full_name: Callable[[str], str] = str
+    wgrads: WgradQueue = field(default_factory=WgradQueue)
+    wgrad_traces: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, compile_data: Any) -> Fp8State:

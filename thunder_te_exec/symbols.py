@@ -19,6 +19,17 @@ A linear inside a checkpointed region runs again in backward as its first run di
 
     (y, saved, ctx) = te_recompute_linear(a, w, bias, first_run, *the same keywords)
 
+Where weight gradients are delayed, the backward is two. In the backward of the function, last before its return::
+
+    (ga, qg, gb) = te_functional_linear_dgrad(a.shape, w.shape, bias_shape, ctx, saved of the weight, gy, *the same)
+    te_delay_wgrad(what the delayed programs read, a tuple for each)
+
+and in a delayed program, ``qg`` being the gradient's quantized column-wise copy ::
+
+    gw = te_functional_linear_wgrad(ctx, saved of the input, qg)
+
+which with ``main_grad=`` has no output: it adds to that tensor in place.
+
 What is no claimed linear reads a weight that is held in FP8 alone through ::
 
     w1 = te_high_precision(w)
@@ -61,8 +72,11 @@ __all__ = [
     "is_unclaimed_linear",
     "of_the_executor_of",
     "saved_operands",
+    "te_delay_wgrad",
     "te_differentiable_once",
     "te_functional_linear_backward",
+    "te_functional_linear_dgrad",
+    "te_functional_linear_wgrad",
     "te_grad_scale",
     "te_high_precision",
     "te_input_scale",
@@ -169,7 +183,7 @@ def _te_functional_linear_backward_meta(
     )
 
 
-def _without_outputs() -> None:
+def _without_outputs(*_: Any) -> None:
     return None
 
 
@@ -185,6 +199,10 @@ te_recompute_linear = _symbol("te_recompute_linear", None, (prims.OpTags.MATMUL_
 te_functional_linear_backward = _symbol(
     "te_functional_linear_backward", _te_functional_linear_backward_meta, (prims.OpTags.MATMUL_OP,)
 )
+# Made from a te_functional_linear_backward whose outputs they take over.
+te_functional_linear_dgrad = _symbol("te_functional_linear_dgrad", None, (prims.OpTags.MATMUL_OP,))
+te_functional_linear_wgrad = _symbol("te_functional_linear_wgrad", None, (prims.OpTags.MATMUL_OP,))
+te_delay_wgrad = _symbol("te_delay_wgrad", _without_outputs, (prims.OpTags.DONT_DCE,))
 te_quantize_input = _symbol("te_quantize_input", None)
 te_input_scale = _symbol("te_input_scale", None)
 te_grad_scale = _symbol("te_grad_scale", None)
