@@ -73,7 +73,7 @@ def fused_quantizations(trace: TraceCtx) -> TraceCtx:
     for bsym in trace.bound_symbols:
         x = _quantized_alone(bsym)
         known = formats.get(_name_of(bsym)) if x is not None else None
-        if known is not None and _is_computed_by_a_fuser(x, uses):
+        if known is not None and _is_computed_by_a_fuser(x, uses) and _scale_is_known(bsym, x, uses):
             dtype = known.grad_output if is_te_backward(bsym) else known.input
             behind.setdefault(id(uses.producer[x.name]), []).append(_Quantization(bsym, x, dtype))
     return _rewritten(trace, behind) if behind else trace
@@ -87,7 +87,7 @@ class _Quantization(NamedTuple):
     dtype: torch.dtype
 
 
-class _Fused(NamedTuple):
+class _Operand(NamedTuple):
     """What takes the place of a reader's tensor: its bytes, the largest magnitudes of its rows, and the scale."""
 
     q: TensorProxy
@@ -95,31 +95,45 @@ class _Fused(NamedTuple):
     scale: TensorProxy
 
 
+def _scale_is_known(reader: BoundSymbol, x: TensorProxy, uses: Uses) -> bool:
+    """Whether ``x`` is computed where the scale of what ``reader`` quantizes can have been asked for.
+
+    A gradient's scale comes from a context, and in backward: a user's autograd.Function may return as a gradient what
+    was computed in forward.
+    """
+    if not is_te_backward(reader):
+        return True
+    made, ctx_made = uses.producer[x.name], uses.producer[ctx_of(reader).name]
+    return BoundSymbolTag.BACKWARD in made.tags and uses.place[id(made)] > uses.place[id(ctx_made)]
+
+
 def _rewritten(trace: TraceCtx, behind: dict[int, list[_Quantization]]) -> TraceCtx:
     """A fuser takes what stands together: quantizations stand behind what they read, and all scales out of the way."""
     new = with_bound_symbols(trace, (), "Fused quantizations")
     wanted = {id(q.reader): q for group in behind.values() for q in group}
     scales: dict[int, TensorProxy] = {}
-    fused: dict[int, _Fused] = {}
+    fused: dict[int, _Operand] = {}
     shared: dict[str, TensorProxy] = {}
     forward = [q for q in wanted.values() if not is_te_backward(q.reader)]
     of_ctx = {ctx_of(q.reader).name: q for q in wanted.values() if is_te_backward(q.reader)}
-    known: list[_Quantization] = []  # gradients' scales that a context gives which has been made
+    due: list[_Quantization] = []  # of gradients, whose context has been made: its scale can be asked for in backward
     for bsym in trace.bound_symbols:
         if forward and bsym.flat_proxy_args:
             scales.update({id(q.reader): _scale(new, q, te_input_scale) for q in forward})
             forward = []
         if BoundSymbolTag.BACKWARD in bsym.tags:
-            scales.update({id(q.reader): _scale(new, q, te_grad_scale, ctx_of(q.reader)) for q in known})
-            known = []
+            scales.update({id(q.reader): _scale(new, q, te_grad_scale, ctx_of(q.reader)) for q in due})
+            due = []
         new.bound_symbols.append(_reading(new, bsym, fused, shared))
-        known += [of_ctx[out.name] for out in bsym.flat_proxy_outs if out.name in of_ctx]
+        due += [of_ctx[out.name] for out in bsym.flat_proxy_outs if out.name in of_ctx]
         for q in behind.get(id(bsym), ()):
-            fused[id(q.reader)] = _quantized(new, q, scales[id(q.reader)])
+            fused[id(q.reader)] = _add_quantization(new, q, scales[id(q.reader)])
     return new
 
 
-def _reading(new: TraceCtx, bsym: BoundSymbol, fused: dict[int, _Fused], shared: dict[str, TensorProxy]) -> BoundSymbol:
+def _reading(
+    new: TraceCtx, bsym: BoundSymbol, fused: dict[int, _Operand], shared: dict[str, TensorProxy]
+) -> BoundSymbol:
     """``bsym`` with what its tensor has been quantized to; ``shared`` is that of quantizations for several linears."""
     found = fused.get(id(bsym))
     if found is None:
@@ -152,6 +166,7 @@ def _formats(trace: TraceCtx) -> dict[str, KnownScales]:
 
 
 def _name_of(bsym: BoundSymbol) -> str:
+    """What :func:`_formats` has a linear, a shared quantization or a linear's backward under."""
     if is_te_backward(bsym):
         return ctx_of(bsym).name
     return bsym.output.name if is_te_quantize(bsym) else bsym.output[0].name
@@ -185,8 +200,11 @@ def _scale(new: TraceCtx, quantization: _Quantization, symbol: Symbol, *args: An
     return scale
 
 
-def _quantized(new: TraceCtx, quantization: _Quantization, scale: TensorProxy) -> _Fused:
-    """The symbols that quantize: to uint8 of the tensor's shape, and float32, the largest magnitude of each row."""
+def _add_quantization(new: TraceCtx, quantization: _Quantization, scale: TensorProxy) -> _Operand:
+    """Symbols that quantize: to uint8 of the tensor's shape, and float32, the largest magnitude of each row.
+
+    They compute what ``backends.rounding`` computes.
+    """
     reader, x, dtype = quantization
 
     def run(symbol: Symbol, *args: Any) -> TensorProxy:
@@ -200,4 +218,4 @@ def _quantized(new: TraceCtx, quantization: _Quantization, scale: TensorProxy) -
     clamped = run(ltorch.clamp, run(ltorch.mul, wide, scale), -largest, largest)
     q = run(prims.bitcast, run(ltorch.to, clamped, dtypes.to_dtype(dtype)), dtypes.uint8)
     magnitudes = run(ltorch.where, run(ltorch.eq, wide, wide), run(ltorch.abs, wide), 0.0)
-    return _Fused(q, run(ltorch.amax, magnitudes, -1), scale)
+    return _Operand(q, run(ltorch.amax, magnitudes, -1), scale)

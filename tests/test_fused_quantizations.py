@@ -10,7 +10,8 @@ from fused_model import WITHOUT, gated, inputs, jitted, trained
 from steps import same
 from thunder.core import dtypes
 from thunder.executors.torch_compile import torch_compile_ex
-from thunder_te_exec import executor, fp8_state_dict, load_fp8_state_dict
+from thunder_te_exec import executor, fp8_state_dict, load_fp8_state_dict, te_ex
+from thunder_te_exec.linear import Fp8Linear
 from thunder_te_exec.passes import PASSES
 from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling, Format
 from thunder_te_exec.symbols import is_te_backward, is_te_input_scale, is_te_linear, is_te_quantize
@@ -28,8 +29,11 @@ class Transposed(nn.Module):
         return 2 * self.linear((x.reshape(2, 16, 4, 8) * 2).transpose(1, 2).reshape(2, 16, 32)).transpose(0, 1)
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
-@pytest.mark.parametrize("fp8", (Format.HYBRID, Format.E4M3), ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "dtype, fp8",
+    [(torch.bfloat16, Format.HYBRID), (torch.float16, Format.E4M3), (torch.float32, Format.HYBRID)],
+    ids=("bfloat16", "float16", "float32"),
+)
 def test_bits_scales_and_histories_are_those_without_the_pass(dtype, fp8, monkeypatch) -> None:
     recipe = DelayedScaling(fp8_format=fp8, amax_history_len=4)
     fused = trained(jitted(gated(dtype), monkeypatch, recipe=recipe), dtype)
@@ -37,18 +41,18 @@ def test_bits_scales_and_histories_are_those_without_the_pass(dtype, fp8, monkey
     assert len({tuple(t.flatten().tolist()) for t in fused[:8:2]}) == 4
 
 
-@pytest.mark.parametrize("value", (float("nan"), float("inf"), -float("inf"), 1e-40, 0.0))
-def test_a_tensor_with_special_numbers_is_quantized_as_without_the_pass(value, monkeypatch) -> None:
+def test_special_numbers_are_quantized_as_without_the_pass(monkeypatch) -> None:
     def run(passes):
-        module = gated()
-        compiled = jitted(module, monkeypatch, passes)
-        x, g = inputs(0)
-        with torch.no_grad():
-            x[1, 3, :5] = value
-            g[1, 7] = value
-        y = compiled(x)
-        y.backward(g)
-        return [y.detach(), x.grad, *fp8_state_dict(compiled).values()]
+        compiled = jitted(gated(), monkeypatch, passes)
+        found = []
+        for value in (float("nan"), float("inf"), -float("inf"), 1e-40, 0.0):
+            x, g = inputs(0)
+            with torch.no_grad():
+                x[1, 3, :5] = g[1, 7] = value
+            y = compiled(x)
+            y.backward(g)
+            found += [y.detach(), x.grad, *(t.clone() for t in fp8_state_dict(compiled).values())]
+        return found
 
     fused, plain = run(PASSES), run(WITHOUT)
     assert all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(fused, plain, strict=True))
@@ -119,6 +123,75 @@ def test_under_a_checkpoint_around_the_function_bits_are_those_of_one_without(mo
         return [*found, *fp8_state_dict(compiled).values()]
 
     assert same(run(Checkpointed(), checkpointed), run(plain, plain))
+
+
+class GivesAForwardTensorAsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, u):
+        ctx.save_for_backward(u)
+        return y + u
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.saved_tensors[0], g * 0
+
+
+class WithForwardTensorAsGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        u = torch.cat([x[:1], x[1:]], 0)
+        return GivesAForwardTensorAsGradient.apply(self.linear(x * 2), u) * u
+
+
+def test_a_gradient_that_was_computed_in_forward_is_quantized_by_its_linear(monkeypatch) -> None:
+    def run(passes):
+        torch.manual_seed(0)
+        compiled = jitted(WithForwardTensorAsGradient().requires_grad_(False).bfloat16(), monkeypatch, passes)
+        return trained(compiled, steps=2)
+
+    assert same(run(PASSES), run(WITHOUT))
+
+
+@pytest.mark.parametrize("where", ("_forward", "backward"))
+def test_what_an_exception_cut_short_is_in_the_state_and_not_in_one_that_is_loaded(where, monkeypatch) -> None:
+    def run(passes):
+        compiled = jitted(gated(), monkeypatch, passes)
+        trained(compiled, steps=1)
+        saved = {k: t.clone() for k, t in fp8_state_dict(compiled).items()}
+        calls = []
+
+        def third_raises(self, *args, original=getattr(Fp8Linear, where), **kwargs):
+            calls.append(self)
+            if len(calls) == 3:
+                raise RuntimeError("no memory")
+            return original(self, *args, **kwargs)
+
+        x, g = inputs(6)
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no memory"):
+            patched.setattr(Fp8Linear, where, third_raises)
+            compiled(x).backward(g)
+        after = [t.clone() for t in fp8_state_dict(compiled).values()]
+        load_fp8_state_dict(compiled, saved)
+        return [*after, *trained(compiled, steps=2)]
+
+    assert same(run(PASSES), run(WITHOUT))
+
+
+def test_a_fuser_that_orders_symbols_by_their_data_gives_the_same_bits(monkeypatch) -> None:
+    def run(**options):
+        monkeypatch.setattr(executor, "PASSES", PASSES)
+        recipe = DelayedScaling(amax_history_len=4)
+        compiled = thunder.jit(gated(), executors=[te_ex, torch_compile_ex], te_fp8_recipe=recipe, **options)
+        first, second = (inputs(n) for n in (1, 2))
+        both = [compiled(x) for x, _ in (first, second)]  # two forwards before their backwards
+        for y, (_, g) in zip(both, (first, second)):
+            y.backward(g)
+        return [first[0].grad, second[0].grad, *trained(compiled)]
+
+    assert same(run(fusion_type="dataflow"), run())
 
 
 def test_amaxes_of_a_forward_without_gradients_count_when_scales_move_next(monkeypatch) -> None:

@@ -62,8 +62,8 @@ class Plan(NamedTuple):
     """What binding needs to know of a trace, by the names of its symbols.
 
     ``quantizes`` has by ``te_quantize_input_N`` the name of its output, ``scales`` by ``te_input_scale_N`` the name of
-    the output of the quantization with that scale, ``recomputes`` by ``te_recompute_linear_N`` its linear's. ``wgrads``
-    are the programs whose operands ``te_delay_wgrad`` is called with.
+    the output of the ``te_quantize_input`` that it is for, ``recomputes`` by ``te_recompute_linear_N`` its linear's.
+    ``wgrads`` are the programs whose operands ``te_delay_wgrad`` is called with.
     """
 
     linears: dict[str, PlannedLinear]
@@ -124,7 +124,7 @@ def _plan(trace: TraceCtx, keys_of_outputs: dict[str, LinearKey], state: Fp8Stat
         return PlannedLinear(
             keys_of_outputs[bsym.output[0].name],
             to_torch_device(a.device),
-            to_torch_dtype(bsym.output[0].dtype),
+            to_torch_dtype(bsym.output[0].dtype),  # its input may have been quantized
             not weight.requires_grad,
             state.names.is_parameter(weight),
             None if quantized is None else quantized.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -45,6 +45,32 @@ class Calls(threading.local):
     forward: Call | None = None
     again: bool = False
     backward: Call | None = None
+    _ends_first: bool = False
+    _at_its_end: Callable[[Call], None] | None = None
+
+    @property
+    def repeated(self) -> Call | None:
+        """The call that the forward is a second run of."""
+        return self.forward if self.again else None
+
+    def begin_backward(self, call: Call) -> None:
+        """A linear's backward runs, of ``call``."""
+        self.backward = call
+        if self._at_its_end is not None:
+            update, self._at_its_end = self._at_its_end, None
+            compat.after_backward(lambda _: update(call))
+
+    def end_backward(self, update: Callable[[Call], None]) -> None:
+        """``update(call)`` for the backward that has run.
+
+        A fuser that orders symbols by their data alone puts what reads nothing first: then, for the one that runs next,
+        when all of backward has.
+        """
+        self._ends_first = self._ends_first or self.backward is None
+        if self._ends_first:
+            self._at_its_end = update
+        else:
+            update(self.backward)
 
 
 class Run(NamedTuple):

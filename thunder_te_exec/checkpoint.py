@@ -48,6 +48,7 @@ def fp8_state_dict(jitted: Any) -> dict[str, torch.Tensor]:
 
 
 def _state_dict(state: Fp8State) -> dict[str, torch.Tensor]:
+    state.take_noted()
     recipes = [describe(r) for r in state.recipes]
     waiting: Mapping[str, torch.Tensor] = {}
     if state.loaded is not None:  # for linears that have not run since
@@ -91,6 +92,7 @@ def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], str
         if not state.slots:
             state.loaded = Loaded(own, strict, state_dict[_RECIPES].detach().clone())
             continue
+        state.take_noted()  # a call that an exception ended does not count any more
         _copy(own, _named_tensors(state, state.slots))
         state.scales_changed()
         for weight in state.weights.values():  # quantized with other scales

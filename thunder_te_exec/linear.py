@@ -79,6 +79,7 @@ class Fp8Linear:
         self._stochastic = quantization_params(settings.recipe, TensorRole.GRAD_OUTPUT).stochastic_rounding
         self._quantizers = _Quantizers(settings, slots, device)
         self._weight_format = weight_format(settings.recipe)
+        self._scale_invs: dict[tuple[bool, TensorRole], torch.Tensor] = {}
         self._held_scale_inv: torch.Tensor | None = None
         self._fprop, self._dgrad, self._wgrad = (settings.backend.gemm(settings.recipe, p, dtype) for p in Product)
         self._wgrads_into: dict[torch.dtype, Gemm] = {}
@@ -99,7 +100,7 @@ class Fp8Linear:
 
         ``accumulate`` is added, and becomes the result in place. ``quantized_input`` is what ``a`` was quantized to.
         """
-        again = self._calls.forward if self._calls.again else None
+        again = self._calls.repeated
         x = quantized_input
         if x is None:
             x = self._quantizers_of_forward(again).input[weight_requires_grad](_matrix(a))
@@ -146,7 +147,7 @@ class Fp8Linear:
         grad_input = grad_weight = None
         if wanted.quantizes_grad_output:
             if amax is not None:
-                q = self._quantized(g, amax, TensorRole.GRAD_OUTPUT, again=bool(ctx.call.backward_scales))
+                q = self._take_quantized(g, amax, TensorRole.GRAD_OUTPUT, again=bool(ctx.call.backward_scales))
             else:
                 quantize = self._quantizers_of_backward(ctx.call).grad[wanted.input, wanted.weight]
                 q = self._with_the_same_random_numbers(ctx.call, quantize, g) if self._stochastic else quantize(g)
@@ -206,7 +207,9 @@ class Fp8Linear:
             self._held_scale_inv = q.rowwise[1]
             if TensorRole.WEIGHT in self._slots:
                 # Where it leaves FP8 again, it is quantized as it was.
-                self._slots[TensorRole.WEIGHT].scale.copy_(q.rowwise[1].reciprocal())
+                slot = self._slots[TensorRole.WEIGHT]
+                slot.scale.copy_(q.rowwise[1].reciprocal())
+                slot.group.scale_changed()
         return q
 
     def quantize_input(
@@ -221,9 +224,9 @@ class Fp8Linear:
 
         With ``amax``, float32 of each row, ``a`` has been quantized row-wise, with ``scale``: its bytes.
         """
-        again = self._calls.forward if self._calls.again else None
+        again = self._calls.repeated
         if amax is not None:
-            return self._quantized(_matrix(a), amax, TensorRole.INPUT, again=again is not None)
+            return self._take_quantized(_matrix(a), amax, TensorRole.INPUT, again=again is not None)
         return self._quantizers_of_forward(again).input[columnwise](_matrix(a))
 
     def input_scale(self) -> torch.Tensor:
@@ -234,13 +237,15 @@ class Fp8Linear:
 
     def grad_scale(self, call: Call) -> torch.Tensor:
         """What a backward of ``call`` quantizes the output's gradient with: float32 (1,), under delayed scaling."""
-        self._calls.backward = call
+        self._calls.begin_backward(call)
         self._load_replay(call.backward_scales)
         return self._slots_of(bool(call.backward_scales))[TensorRole.GRAD_OUTPUT].scale
 
-    def _quantized(self, data: torch.Tensor, amax: torch.Tensor, role: TensorRole, *, again: bool) -> Operand:
+    def _take_quantized(self, data: torch.Tensor, amax: torch.Tensor, role: TensorRole, *, again: bool) -> Operand:
         if not again:
             self._slots[role].note(amax)
+        if (again, role) not in self._scale_invs:  # a view that is right whenever the scale is
+            self._scale_invs[again, role] = self._slots_of(again)[role].scale_inv
         return Operand((data, self._scale_invs[again, role]), None)
 
     def _quantizers_of_forward(self, again: Call | None) -> _Quantizers:
@@ -251,7 +256,7 @@ class Fp8Linear:
         return self._replay
 
     def _quantizers_of_backward(self, call: Call) -> _Quantizers:
-        self._calls.backward = call
+        self._calls.begin_backward(call)
         if not call.backward_scales:
             return self._quantizers
         # backward() ran on this call before (retain_graph): the same gradients again, recording no amax.
@@ -289,13 +294,6 @@ class Fp8Linear:
     @functools.cached_property
     def _replay_slots(self) -> dict[TensorRole, AmaxSlot]:
         return {role: slot.replay for role, slot in self._slots.items()}
-
-    @functools.cached_property
-    def _scale_invs(self) -> dict[tuple[bool, TensorRole], torch.Tensor]:
-        """By whether it is a second run: views that are right whenever scales are."""
-        return {
-            (again, role): slot.scale_inv for again in (False, True) for role, slot in self._slots_of(again).items()
-        }
 
 
 def _matrix(t: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,9 @@ class BackwardSync:
 
     def __call__(self) -> None:
         differentiable_once()
-        call = self._calls.backward
+        self._calls.end_backward(self._update)
+
+    def _update(self, call: Call) -> None:
         if call.backward_scales:
             return
         for update in self._updates:

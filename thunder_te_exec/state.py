@@ -105,6 +105,7 @@ class AmaxGroup:
             torch.reciprocal(self.scale, out=self._scale_inv[:, 0])
 
     def note(self, i: int, row_amaxes: torch.Tensor) -> None:
+        """Keep ``row_amaxes`` of tensor ``i`` for :meth:`take_noted`; until then ``history`` does not have them."""
         if i in self._noted:
             self.take_noted()
         self._noted[i] = row_amaxes
@@ -238,6 +239,11 @@ class Fp8State:
             self.slots.update({key: group.slot(i) for i, key in enumerate(members)})
         made = [key for members in new.values() for key in members]
         return [self.slots[shared.get(key, key)] for key in keys], made
+
+    def take_noted(self) -> None:
+        """To be called before histories are read or written: what an exception cut short may have left something."""
+        for group in (group for groups in self.groups.values() for group in groups):
+            group.take_noted()
 
     def scales_changed(self) -> None:
         """To be called when scales of any group have been written to."""

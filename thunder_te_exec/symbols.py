@@ -13,7 +13,7 @@ becomes it in place. ``quantized_input``: the quantized ``a``, made once for sev
 
 Where a fuser's kernel has quantized already, with ``scale = te_input_scale()`` or ``scale = te_grad_scale(ctx)``, the
 bytes, uint8, take the place of ``a`` or ``gy``, and ``amax``, float32, has the largest magnitude of each row: a keyword
-of ``te_quantize_input``, with ``scale``, and of ``te_functional_linear_backward``.
+of ``te_functional_linear_backward`` and of ``te_quantize_input``, whose keyword ``scale`` says which it was.
 
 A linear inside a checkpointed region runs again in backward as its first run did, whose context is ``first_run``::
 
@@ -110,7 +110,7 @@ class Wanted(NamedTuple):
 
 
 class KnownScales(NamedTuple):
-    """A tag of a ``te_linear`` whose scales are known before its tensors, and what type each is quantized to."""
+    """A tag of a ``te_linear`` whose scales are known before its tensors: the types that these are quantized to."""
 
     input: torch.dtype
     grad_output: torch.dtype
