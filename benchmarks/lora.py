@@ -223,7 +223,8 @@ def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
         bars = axis.barh(
             names, [results[n][key] for n in names], color=["C1" if n.startswith(OURS) else "C0" for n in names]
         )
-        axis.bar_label(bars, fmt="%.1f")
+        axis.bar_label(bars, fmt="%.1f", padding=2)
+        axis.margins(x=0.15)
         axis.set_xlabel(label)
     figure.suptitle(title)
     figure.tight_layout()
