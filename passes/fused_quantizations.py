@@ -1,6 +1,6 @@
 """Quantize a tensor where it is computed: in the kernel of the fuser that computes it, if its scale is known by then.
 
-Before, ``x`` being what a norm, an activation, a rotary embedding or their backward computes::
+Before, ``x`` being what a norm, an activation or the backward of one computes::
 
     x = convert_element_type(t, dtypes.bfloat16)
     (y, ...) = te_linear(x, w, None, input_requires_grad=True, weight_requires_grad=False, ...)

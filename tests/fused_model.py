@@ -56,3 +56,16 @@ def trained(compiled, dtype: torch.dtype = torch.bfloat16, steps: int = 4) -> li
         y.backward(g)
         found += [y.detach(), x.grad]
     return [*found, *fp8_state_dict(compiled).values()]
+
+
+def given_special_numbers(compiled) -> list[torch.Tensor]:
+    """Outputs, gradients and states of steps in which some inputs and gradients are NaN, infinite, tiny or zero."""
+    found = []
+    for value in (float("nan"), float("inf"), -float("inf"), 1e-40, 0.0):
+        x, g = inputs(0, device=next(compiled.parameters()).device)
+        with torch.no_grad():
+            x[1, 3, :5] = g[1, 7] = value
+        y = compiled(x)
+        y.backward(g)
+        found += [y.detach(), x.grad, *(t.clone() for t in fp8_state_dict(compiled).values())]
+    return [t.nan_to_num(7.5) if t.is_floating_point() else t for t in found]
