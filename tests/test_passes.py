@@ -23,6 +23,7 @@ from thunder_te_exec.passes import (
     differentiable_once,
     fewest_saved_tensors,
     fp8_meta_sync,
+    fused_quantizations,
     merged_adapters,
     needed_gradients,
     number_linears,
@@ -149,6 +150,13 @@ def saves_nothing_that_is_cheap_to_compute(trace: TraceCtx) -> bool:
     return not any(is_pointwise(forward[name]) for name in saved)
 
 
+def quantizes_where_a_fuser_computes(trace: TraceCtx) -> bool:
+    forward, backward = both_directions(trace)
+    # The fuser computes down's input, and the gradients of gate's and up's outputs; the rest comes from the caller.
+    quantized = [b.args[0].dtype == dtypes.uint8 for b in forward], [b.args[5].dtype == dtypes.uint8 for b in backward]
+    return quantized == ([False, False, True], [False, True, True])
+
+
 def checks_last_that_no_graph_was_asked_for(trace: TraceCtx) -> bool:
     return trace.bound_symbols[-2].sym == te_differentiable_once
 
@@ -166,6 +174,7 @@ GUARANTEES = {
     merged_adapters: reads_each_tensor_once_for_its_adapters,
     shared_inputs: quantizes_each_input_once,
     recomputed_activations: saves_nothing_that_is_cheap_to_compute,
+    fused_quantizations: quantizes_where_a_fuser_computes,
     differentiable_once: checks_last_that_no_graph_was_asked_for,
 }
 PROGRAMS = {
@@ -177,14 +186,15 @@ PROGRAMS = {
     merged_adapters: lora_mlp_in_bfloat16,
     shared_inputs: lora_mlp_in_bfloat16,
     recomputed_activations: lora_mlp_in_bfloat16,
+    fused_quantizations: lora_mlp_in_bfloat16,
     differentiable_once: only_the_last_bias_trained,
 }
 
 
 @pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__)
 def test_the_pass_gives_its_guarantee_and_nothing_else_does(run) -> None:
-    # What is recomputed is recomputed by a fuser.
-    behind = [torch_compile_ex] if run is recomputed_activations else []
+    # These two leave something to a fuser.
+    behind = [torch_compile_ex] if run in (recomputed_activations, fused_quantizations) else []
     before, _ = joint_trace(*PROGRAMS.get(run, every_even_linear_frozen)(), behind=behind)
     assert GUARANTEES[run](rewritten(before))
     assert not GUARANTEES[run](rewritten(before, without=run))
