@@ -110,12 +110,12 @@ def _scale_is_known(reader: BoundSymbol, x: TensorProxy, uses: Uses) -> bool:
 def _rewritten(trace: TraceCtx, behind: dict[int, list[_Quantization]]) -> TraceCtx:
     """A fuser takes what stands together: quantizations stand behind what they read, and all scales out of the way."""
     new = with_bound_symbols(trace, (), "Fused quantizations")
-    wanted = {id(q.reader): q for group in behind.values() for q in group}
+    wanted = [q for group in behind.values() for q in group]
     scales: dict[int, TensorProxy] = {}
     fused: dict[int, _Operand] = {}
     shared: dict[str, TensorProxy] = {}
-    forward = [q for q in wanted.values() if not is_te_backward(q.reader)]
-    of_ctx = {ctx_of(q.reader).name: q for q in wanted.values() if is_te_backward(q.reader)}
+    forward = [q for q in wanted if not is_te_backward(q.reader)]
+    of_ctx = {ctx_of(q.reader).name: q for q in wanted if is_te_backward(q.reader)}
     due: list[_Quantization] = []  # of gradients, whose context has been made: its scale can be asked for in backward
     for bsym in trace.bound_symbols:
         if forward and bsym.flat_proxy_args:

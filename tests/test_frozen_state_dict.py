@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import thunder_te_exec  # noqa: F401  (before thunder)
 import thunder
@@ -11,9 +10,7 @@ from frozen_stack import RECIPES, compiled, numbers, stack
 from steps import batch, same
 from thunder_te_exec import dequantize_, quantize_frozen_, te_ex
 from thunder_te_exec.fp8_weight import Fp8Weight
-from thunder_te_exec.recipe import (
-    Float8CurrentScaling,
-)
+from thunder_te_exec.recipe import Float8CurrentScaling
 from torch import nn
 
 

@@ -92,9 +92,7 @@ def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], str
         if not state.slots:
             state.loaded = Loaded(own, strict, state_dict[_RECIPES].detach().clone())
             continue
-        state.take_noted()  # a call that an exception ended does not count any more
-        _copy(own, _named_tensors(state, state.slots))
-        state.scales_changed()
+        _copy(state, own, _named_tensors(state, state.slots))
         for weight in state.weights.values():  # quantized with other scales
             weight.forget()
 
@@ -154,8 +152,7 @@ def take_loaded(state: Fp8State, new: list[SlotKey]) -> None:
     if strict and missing:
         state.forget(new)
         _raise_if_any(missing, (), ())
-    _copy(entries, targets)
-    state.scales_changed()
+    _copy(state, entries, targets)
     # A later compilation may meet other linears, of which nothing was promised.
     rest = {name: tensor for name, tensor in entries.items() if name not in targets}
     state.loaded = state.loaded._replace(entries=rest, strict=False)
@@ -179,10 +176,12 @@ def _named_tensors(state: Fp8State, keys: Iterable[SlotKey]) -> dict[str, torch.
 
 
 @torch.no_grad()
-def _copy(entries: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+def _copy(state: Fp8State, entries: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    state.take_noted()  # a call that an exception ended does not count any more
     for name, target in targets.items():
         if name in entries:
             target.copy_(entries[name])
+    state.scales_changed()
 
 
 def _encode(recipes: list[dict[str, str]]) -> torch.Tensor:

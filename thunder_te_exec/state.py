@@ -6,7 +6,8 @@ and dies with it and two jitted functions never share any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -242,13 +243,16 @@ class Fp8State:
 
     def take_noted(self) -> None:
         """To be called before histories are read or written: what an exception cut short may have left something."""
-        for group in (group for groups in self.groups.values() for group in groups):
+        for group in self._all_groups():
             group.take_noted()
 
     def scales_changed(self) -> None:
         """To be called when scales of any group have been written to."""
-        for group in (group for groups in self.groups.values() for group in groups):
+        for group in self._all_groups():
             group.scale_changed()
+
+    def _all_groups(self) -> Iterator[AmaxGroup]:
+        return itertools.chain.from_iterable(self.groups.values())
 
     def forget(self, keys: Iterable[SlotKey]) -> None:
         """Undo the making of the slots of ``keys``, all of whose groups were made with them."""
