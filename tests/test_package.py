@@ -36,7 +36,7 @@ def test_the_wheel_installs_one_top_level_package_with_everything_in_it(tmp_path
 #: Each layer imports only those before it.
 LAYERS = (
     ("compat",),
-    ("recipe_classes", "recipe", "layouts", "symbols", "autocast"),
+    ("recipe_classes", "recipe", "layouts", "symbols", "autocast", "schedule"),
     ("passes",),
     ("names", "calls", "wgrad_queue", "state"),
     ("backends",),
@@ -54,6 +54,8 @@ LAYERS = (
         "binding",
         "copying",
         "delayed_wgrad",
+        "cuda_graph_transform",
+        "cuda_graphs",
     ),
     ("alike", "executor"),
     ("jit_blocks",),

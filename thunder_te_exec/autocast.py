@@ -13,7 +13,7 @@ import torch
 from thunder_te_exec import compat
 from thunder_te_exec.recipe import DelayedScaling
 
-__all__ = ["Fp8Context", "active_context", "autocast", "default_recipe"]
+__all__ = ["Fp8Context", "active_context", "autocast", "default_recipe", "entered"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class Fp8Context:
     amax_reduction_group: Any = None
 
 
-# What `autocast` entered, where Transformer Engine, which keeps this state itself, is not there.
-_entered: ContextVar[Fp8Context | None] = ContextVar("thunder_te_exec_autocast", default=None)
+# What holds whatever Transformer Engine, which keeps this state itself, says: what `autocast` entered where it is not
+# there, and what `entered` did. A tuple of one, for outside of any context is a context too.
+_entered: ContextVar[tuple[Fp8Context | None] | None] = ContextVar("thunder_te_exec_autocast", default=None)
 
 
 @contextmanager
@@ -61,7 +62,14 @@ def autocast(*, enabled: bool = True, recipe: Any = None, amax_reduction_group: 
         with te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=amax_reduction_group):
             yield
         return
-    token = _entered.set(Fp8Context(enabled, recipe, amax_reduction_group))
+    with entered(Fp8Context(enabled, recipe, amax_reduction_group)):
+        yield
+
+
+@contextmanager
+def entered(context: Fp8Context | None) -> Iterator[None]:
+    """Inside, ``context`` is the active one, whatever context of Transformer Engine's encloses this."""
+    token = _entered.set((context,))
     try:
         yield
     finally:
@@ -70,9 +78,9 @@ def autocast(*, enabled: bool = True, recipe: Any = None, amax_reduction_group: 
 
 def active_context() -> Fp8Context | None:
     """The innermost FP8 context, or None outside any."""
-    entered = _entered.get()
-    if entered is not None:
-        return entered
+    found = _entered.get()
+    if found is not None:
+        return found[0]
     state = compat.te_autocast_state()
     if state is None:
         return None

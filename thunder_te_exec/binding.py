@@ -147,22 +147,28 @@ def bound(plan: Plan) -> dict[str, Any]:
     devices = dict.fromkeys(linear.device for linear in plan.linears.values())
     settings = {device: Settings.current(compile_data, device) for device in devices}
     recipes = {device: state.index_of_recipe(chosen.recipe) for device, chosen in settings.items()}
+    for device in devices:
+        if device.type == "cuda":
+            compat.prepare_autograd_thread(device)
     first_reader: dict[str | None, str] = {}
     for name, linear in plan.linears.items():
         first_reader.setdefault(linear.quantized_input, name)
     slots, updates = _delayed_scaling(state, settings, plan.linears, first_reader)
     calls = Calls()
-    ops = {}
+    ops, on_cuda = {}, []
     for name, linear in plan.linears.items():
         chosen = settings[linear.device]
         weights = _weight_cache(state, linear, recipes[linear.device], chosen, slots[name])
         ops[name] = Fp8Linear(chosen, slots[name], linear.device, linear.dtype, calls, weights)
+        if weights is not None and linear.device.type == "cuda":
+            on_cuda.append(weights)
     context = Fp8ForwardContext(
         calls,
         updates[True],
         recipes=tuple(recipes.values()),
         recomputes=bool(plan.recomputes),
         checkpointed=state.checkpointed,
+        weights=on_cuda,
     )
     return {
         **ops,

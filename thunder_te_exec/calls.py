@@ -24,9 +24,10 @@ class Call:
         forward_updates: by group, how often these had been computed anew by then.
         backward_scales: by group, the scales that gradients were quantized with; empty until a backward has run.
         random_states: by linear, the device's random state when its gradient was rounded stochastically.
+        replay: which CUDA graph's replay it was (``thunder_te_exec.cuda_graph_transform``); None where Python ran it.
     """
 
-    __slots__ = ("backward_scales", "forward_scales", "forward_updates", "random_states", "recipes")
+    __slots__ = ("backward_scales", "forward_scales", "forward_updates", "random_states", "recipes", "replay")
 
     def __init__(self) -> None:
         self.recipes: tuple[int, ...] = ()
@@ -34,6 +35,7 @@ class Call:
         self.forward_updates: dict[Any, int] = {}
         self.backward_scales: dict[Any, torch.Tensor] = {}
         self.random_states: dict[Any, torch.Tensor] = {}
+        self.replay: tuple[str, int] | None = None
 
 
 class Calls(threading.local):

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from thunder_te_exec.recipe import describe
 from thunder_te_exec.settings import recipe_in_force
 from thunder_te_exec.state import Fp8State, Loaded, SlotKey
 
-__all__ = ["copy_state", "fp8_state_dict", "load_fp8_state_dict", "take_loaded"]
+__all__ = ["copy_state", "fp8_state_dict", "fp8_state_kept", "load_fp8_state_dict", "take_loaded"]
 
 _RECIPES = "thunder_te_exec.recipes"
 _DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -136,6 +137,25 @@ def copy_state(of: Any, to: Any) -> None:
     entries = _state_dict(state)
     strict = state.loaded is not None and state.loaded.strict
     Fp8State.of(to).loaded = Loaded(entries, strict=strict, recipes=entries.pop(_RECIPES))
+
+
+@contextmanager
+def fp8_state_kept(jitted: Any) -> Iterator[None]:
+    """Calls of ``jitted`` inside move no scale: afterwards each is what it was, or what a first call begins with."""
+    states = [Fp8State.of(compile_data) for compile_data in compat.all_compile_data(jitted)]
+    before = [(state, _state_dict(state), set(state.slots), state.loaded) for state in states]
+    try:
+        yield
+    finally:
+        for state, entries, keys, loaded in before:
+            new = [key for key in state.slots if key not in keys]
+            for key in new:
+                state.slots[key].scale.fill_(1.0)
+                state.slots[key].history.zero_()
+            _copy(state, entries, _named_tensors(state, keys))
+            if loaded is not None:
+                state.loaded = loaded._replace(strict=False)
+                take_loaded(state, new)
 
 
 def take_loaded(state: Fp8State, new: list[SlotKey]) -> None:

@@ -143,6 +143,18 @@ def after_backward(callback: Callable[[int | None], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(callback, task))
 
 
+@functools.cache
+def prepare_autograd_thread(device: torch.device) -> None:
+    """Let the thread that runs backwards on ``device``, a CUDA device, have its cuBLAS handle.
+
+    thunder runs backward in the thread of the caller, but while a CUDA graph is captured in that one, where a handle
+    cannot be made any more: the steps before do not warm it up.
+    """
+    with torch.enable_grad():
+        x = torch.ones(16, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
+        torch.autograd.grad((x @ x).sum(), x)
+
+
 class CheckpointRun(NamedTuple):
     """A run of a ``torch.utils.checkpoint``.
 
@@ -207,6 +219,18 @@ def all_compile_data(fn: Any) -> list[Any]:
     return _compile_data_of_parts(fn) or [jitted_compile_data(fn)]
 
 
+def number_read_on_host(fn: Any) -> str:
+    """What reads a tensor's number in a program that ``fn``, jitted, was compiled to; empty where nothing does."""
+    from thunder.core.prims import PrimIDs
+
+    all_stats = [fn._lc_cs] if hasattr(fn, "_lc_cs") else [forward._lc_cs for forward in _jitted_forwards(fn)]
+    for entry in (entry for compile_stats in all_stats for entry in list.__iter__(compile_stats.interpreter_cache)):
+        for bsym in entry.computation_traces[0].bound_symbols:
+            if any(part.sym.id is PrimIDs.ITEM for part in (bsym, *bsym.subsymbols)):
+                return bsym.sym.name
+    return ""
+
+
 def has_jitted(module: torch.nn.Module) -> bool:
     """Whether ``module`` or one inside came from ``thunder.jit`` or ``jit_blocks``."""
     return any(hasattr(m, "_lc_cd") for m in module.modules()) or bool(_compile_data_of_parts(module))
@@ -215,8 +239,12 @@ def has_jitted(module: torch.nn.Module) -> bool:
 def _compile_data_of_parts(fn: Any) -> list[Any]:
     if hasattr(fn, "_lc_cd") or not isinstance(fn, torch.nn.Module):
         return []
+    return [forward._lc_cd for forward in _jitted_forwards(fn)]
+
+
+def _jitted_forwards(fn: torch.nn.Module) -> list[Any]:
     forwards = (vars(module).get("forward") for module in fn.modules())
-    return [forward._lc_cd for forward in forwards if hasattr(forward, "_lc_cd")]
+    return [forward for forward in forwards if hasattr(forward, "_lc_cd")]
 
 
 @contextmanager

@@ -241,6 +241,16 @@ class Fp8Linear:
         self._load_replay(call.backward_scales)
         return self._slots_of(bool(call.backward_scales))[TensorRole.GRAD_OUTPUT].scale
 
+    def begin_backward(self, call: Call) -> None:
+        """A CUDA graph of a backward of ``call`` is going to be captured or replayed, in which Python runs nothing."""
+        self._calls.begin_backward(call)
+        self._load_replay(call.forward_scales)
+
+    def take_noted(self) -> None:
+        """Raise the amaxes of its tensors to those that kernels of a fuser computed."""
+        for slot in self._slots.values():
+            slot.group.take_noted()
+
     def _take_quantized(self, data: torch.Tensor, amax: torch.Tensor, role: TensorRole, *, again: bool) -> Operand:
         if not again:
             self._slots[role].note(amax)

@@ -12,6 +12,7 @@ from thunder_te_exec import compat
 from thunder_te_exec.calls import Call, Calls, CheckpointedCalls
 from thunder_te_exec.settings import Settings
 from thunder_te_exec.state import AmaxGroup
+from thunder_te_exec.weight_cache import WeightCache
 
 __all__ = ["BackwardSync", "Fp8ForwardContext", "ScaleUpdate", "differentiable_once"]
 
@@ -91,6 +92,7 @@ class Fp8ForwardContext:
         recomputes: whether backward runs a linear of this forward again, with its scales.
         checkpointed: tells a run that ``torch.utils.checkpoint`` makes in backward, which takes its first run's scales
             and moves none.
+        weights: where quantized weights on CUDA devices are kept, which a captured graph reads.
     """
 
     def __init__(
@@ -101,9 +103,10 @@ class Fp8ForwardContext:
         recipes: tuple[int, ...],
         recomputes: bool,
         checkpointed: CheckpointedCalls,
+        weights: Sequence[WeightCache] = (),
     ) -> None:
         self._calls, self._updates, self._recomputes = calls, tuple(updates), recomputes
-        self._recipes, self._checkpointed = recipes, checkpointed
+        self._recipes, self._checkpointed, self._weights = recipes, checkpointed, tuple(weights)
 
     def decorate(self, computation: Callable[..., Any]) -> Callable[..., Any]:
         """``computation`` inside this context."""
@@ -121,9 +124,31 @@ class Fp8ForwardContext:
             # As te.autocast: what runs without gradients does not move the scales.
             if run.gradients and not run.again:
                 self._update(run.call, remember=self._recomputes or run.checkpointed)
+            if self._weights and torch.cuda.is_current_stream_capturing():
+                self._hold_weights()
             return out
 
         return in_fp8
+
+    @property
+    def call(self) -> Call:
+        """The forward call that is under way."""
+        return self._calls.forward
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether it is a second run of a call."""
+        return self._calls.again
+
+    def end_capture(self) -> None:
+        """To be called at the end of a CUDA graph of the forward, where it holds no more than this context's inside."""
+        for update in self._updates:
+            update.take_noted()
+        self._hold_weights()
+
+    def _hold_weights(self) -> None:
+        for weight in self._weights:
+            weight.hold()
 
     def _update(self, call: Call, *, remember: bool) -> None:
         for update in self._updates:

@@ -61,6 +61,9 @@ class WeightCache:
     written to in place, which torch counts (``Tensor._version``): by ``copy_`` or ``load_state_dict``. What is written
     through ``.data``, which torch does not count, is not seen.
 
+    While a CUDA graph is captured nothing new is kept: what is made then has numbers only when the graph has run. A
+    trained weight is quantized in the graph, which runs once for each optimizer step.
+
     Args:
         steps: counts optimizer steps.
         transpose: makes the column-wise matrix from the row-wise one; None where only a quantizer can.
@@ -75,6 +78,13 @@ class WeightCache:
         self._group = None if slot is None else slot.group
         # Read and written as a whole, so that threads which call a function see one state of it.
         self._kept: _Kept | None = None
+        self._in_graphs: list[_Kept] = []
+
+    def hold(self) -> None:
+        """A CUDA graph that has been captured reads the operand: let its memory live as long as this."""
+        kept = self._kept
+        if kept is not None and not any(kept is held for held in self._in_graphs):
+            self._in_graphs.append(kept)
 
     def forget(self) -> None:
         """Quantize the weight anew when it is next asked for."""
@@ -105,6 +115,9 @@ class WeightCache:
         if torch.is_inference_mode_enabled():  # what is made in it could not be saved for a backward
             with torch.inference_mode(False), torch.no_grad():
                 return self.get(weight, columnwise, quantize, trace, again=again)
+        capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing and weight.requires_grad:
+            return quantize[columnwise](weight.contiguous())
         kept = self._kept
         storage = weight.untyped_storage()
         who = None if weight.requires_grad else id(trace)
@@ -114,13 +127,15 @@ class WeightCache:
         made_later = not changed and again is not None and kept.made_at > again.forward_updates.get(self._group, 0)
         if changed or settles or made_later:
             operand = quantize[columnwise](weight.contiguous())
-            if again is None:
+            if again is None and not capturing:
                 provisional = self._slot is not None and not weight.requires_grad and not settles
                 self._kept = _Kept(operand, weakref.ref(storage), state, self._updates(), provisional)
             return operand
         if columnwise and kept.operand.columnwise is None:
             other = self._other_direction(kept.operand, weight, quantize)
-            self._kept = kept = kept._replace(operand=kept.operand._replace(columnwise=other))
+            kept = kept._replace(operand=kept.operand._replace(columnwise=other))
+            if not capturing:
+                self._kept = kept
         return kept.operand
 
     def _updates(self) -> int:
