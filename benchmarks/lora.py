@@ -3,7 +3,7 @@
 A step is forward, backward and gradients set to None; bfloat16, the input wanting a gradient, every linear frozen with
 an adapter of rank 16 (``--rank 0``: full fine-tuning instead). Every method runs in a process of its own, and is
 measured while the others wait; times are medians of device events after a warm-up, memory is torch's peak, and what is
-allocated before a step (base).
+allocated before a step (base). ``--graphs`` measures what runs as CUDA graphs, beside what Python runs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ import typer
 from lora_model import SHAPES, MakeLinear, Stack
 
 OURS = "te_ex + torch_compile_ex"
+GRAPHS, WHOLE = "CUDA graphs", "the whole step one CUDA graph"
 READY = "ready to be measured"
 
 
 def build(method: str, make: Callable[..., Stack]) -> Callable:
     """The stack as a function of its input, ready to be differentiated; ``make(base=None)`` makes it."""
-    from thunder_te_exec import jit_blocks, quantize_frozen_, te_ex  # before thunder
+    from thunder_te_exec import jit_blocks, make_graphed_callables, quantize_frozen_, te_ex  # before thunder
 
     import torch
 
@@ -36,10 +37,14 @@ def build(method: str, make: Callable[..., Stack]) -> Callable:
         return make()
     if method == "bf16, torch.compile":
         return torch.compile(make())
+    method = method.removesuffix(f", {WHOLE}")
     if method.startswith("te.Linear"):
-        return _te_linear(make, quantized="FP8 weights" in method)
+        return _te_linear(make, quantized="FP8 weights" in method, graphs=method.endswith(GRAPHS))
+    mode = "reduce-overhead" if method.endswith(GRAPHS) else None
+    if method == f"bf16, torch.compile, {GRAPHS}":
+        return torch.compile(make(), mode=mode)
     if method.startswith("torchao"):
-        return torch.compile(_torchao(make(), "rowwise" if "rowwise" in method else "tensorwise"))
+        return torch.compile(_torchao(make(), "rowwise" if "rowwise" in method else "tensorwise"), mode=mode)
 
     import thunder
     from thunder.executors.sdpaex import sdpa_ex
@@ -57,10 +62,11 @@ def build(method: str, make: Callable[..., Stack]) -> Callable:
         if "FP8 weights" in method:
             quantize_frozen_(stack, keep_transposed="both" in method)
         jit = jit_blocks if "jit_blocks" in method else thunder.jit
-        return jit(stack, executors=[te_ex, *fast], te_recompute_activations="saved" not in method)
+        jitted = jit(stack, executors=[te_ex, *fast], te_recompute_activations="saved" not in method)
+        return _graphed(lambda x: make_graphed_callables(jitted, (x,))) if method.endswith(GRAPHS) else jitted
     if method == "te_ex":
         return thunder.jit(make(), executors=[te_ex, sdpa_ex])
-    sys.exit(f"--method: no method {method!r}; one of {'; '.join(METHODS + VARIANTS)}")
+    sys.exit(f"--method: no method {method!r}; one of {'; '.join(ALL)}")
 
 
 #: What is measured where ``--method`` is not given.
@@ -84,9 +90,39 @@ VARIANTS = (
     f"{OURS}, FP8 weights, activations saved",
     "te_ex",
 )
+#: What ``--graphs`` measures. "CUDA graphs" are one of forward and one of backward: make_graphed_callables, ours or
+#: Transformer Engine's, or torch.compile's; the whole step is captured with torch.cuda.graph, its gradients where they
+#: were.
+GRAPHED = (
+    f"{OURS}, jit_blocks, {WHOLE}",
+    f"{OURS}, jit_blocks, {GRAPHS}",
+    f"{OURS}, jit_blocks, FP8 weights, {GRAPHS}",
+    f"te.Linear, {WHOLE}",
+    f"te.Linear, {GRAPHS}",
+    f"torchao tensorwise + torch.compile, {GRAPHS}",
+    f"bf16, torch.compile, {GRAPHS}",
+    f"{OURS}, jit_blocks",
+    "te.Linear",
+    "torchao tensorwise + torch.compile",
+    "bf16, torch.compile",
+    "bf16, eager",
+)
+ALL = tuple(dict.fromkeys(METHODS + VARIANTS + GRAPHED))
 
 
-def _te_linear(make: Callable[..., Stack], *, quantized: bool) -> Callable:
+def _graphed(capture: Callable[[Any], Callable]) -> Callable:
+    """A function of the input that is captured at its first call, for inputs like that one."""
+    graphed: list[Callable] = []
+
+    def run(x):
+        if not graphed:
+            graphed.append(capture(x.detach().clone().requires_grad_()))
+        return graphed[0](x)
+
+    return run
+
+
+def _te_linear(make: Callable[..., Stack], *, quantized: bool, graphs: bool) -> Callable:
     import torch
     import transformer_engine.pytorch as te
 
@@ -95,10 +131,11 @@ def _te_linear(make: Callable[..., Stack], *, quantized: bool) -> Callable:
 
     with te.quantized_model_init(enabled=True) if quantized else contextlib.nullcontext():
         stack = make(base=linear)
+    function = _graphed(lambda x: te.make_graphed_callables(stack, (x,), enabled=True)) if graphs else stack
 
     def run(x):
         with te.autocast(enabled=True):
-            return stack(x)
+            return function(x)
 
     return run
 
@@ -139,14 +176,17 @@ def measure(
     (stack,) = made
     parameters = [p for p in stack.parameters() if p.requires_grad]
 
-    def step() -> tuple[float, float]:
+    def called() -> None:
+        run(x).backward(g)
+        for p in (x, *parameters):
+            p.grad = None
+
+    def step(whole: Callable[[], None] = called) -> tuple[float, float]:
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         host = time.perf_counter()
         start.record()
-        run(x).backward(g)
-        for p in (x, *parameters):
-            p.grad = None
+        whole()
         end.record()
         host_ms = (time.perf_counter() - host) * 1e3
         end.synchronize()
@@ -157,11 +197,17 @@ def measure(
     first = time.perf_counter() - began
     for _ in range(2):
         step()
+    whole = called
+    if method.endswith(WHOLE):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(x).backward(g)
+        whole = graph.replay
     wait()
     for _ in range(3):
-        step()
+        step(whole)
     torch.cuda.reset_peak_memory_stats()
-    device_ms, host_ms = zip(*(step() for _ in range(steps)))
+    device_ms, host_ms = zip(*(step(whole) for _ in range(steps)))
     return {
         "ms": statistics.median(device_ms),
         "host ms": statistics.median(host_ms),
@@ -233,7 +279,7 @@ def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
 
 def main(
     method: Annotated[
-        list[str] | None, typer.Option(help=f"measure this only; may be repeated: {'; '.join(METHODS + VARIANTS)}")
+        list[str] | None, typer.Option(help=f"measure this only; may be repeated: {'; '.join(ALL)}")
     ] = None,
     shape: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "llama-3-8b",
     layers: int = 4,
@@ -244,6 +290,7 @@ def main(
     jobs: Annotated[
         int, typer.Option(help="methods that compile at once, each beside the others' memory; first steps take longer")
     ] = 1,
+    graphs: Annotated[bool, typer.Option(help="measure what runs as CUDA graphs, beside what does not")] = False,
     out: Annotated[Path | None, typer.Option(help="folder for lora.json and lora.png")] = None,
     child: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
@@ -263,7 +310,7 @@ def main(
     options = {"--shape": shape, "--layers": layers, "--tokens": tokens, "--batch": batch, "--rank": rank}
     options["--steps"] = steps
     flat = [str(part) for option in options.items() for part in option]
-    names = list(method or METHODS)
+    names = list(method or (GRAPHED if graphs else METHODS))
     results: dict[str, dict[str, Any]] = {}
     for begin in range(0, len(names), jobs):
         for name, result in measured_in_turn(names[begin : begin + jobs], flat):

@@ -116,7 +116,8 @@ class _Runner(cudagraph.CUDAGraphRunner):
             return fn(*args)
         if key not in self.cuda_graph_cache and self._runs[key] < _WARM_UP:
             self._runs[key] += 1
-            return fn(*args)
+            # As the graph's own buffers will be, for which a fuser would compile anew while it is captured.
+            return fn(*(arg.detach() if _is_copied(arg, kept) else arg for arg, kept in zip(args, static, strict=True)))
         for ctx in linears:
             ctx.linear.begin_backward(ctx.call)
         if key not in self.cuda_graph_cache:
@@ -166,6 +167,10 @@ class _Runner(cudagraph.CUDAGraphRunner):
                     "overwrote what the backward needs; call backward first, or make_graphed_callables, which has a "
                     "graph for each microbatch"
                 )
+
+
+def _is_copied(arg: Any, is_static: bool) -> bool:
+    return isinstance(arg, torch.Tensor) and not is_static
 
 
 def _of_this_call(output: Any, context: Fp8ForwardContext) -> Any:

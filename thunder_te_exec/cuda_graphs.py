@@ -254,39 +254,35 @@ class _Layer:
         """Where the capture found the parameters."""
         kept = {state.full_name(key.weight) for state in self._states for key, *_ in state.weights}
         named = self.module.named_parameters(remove_duplicate=False)
-        return [_Pin.of_parameter(name, p, name in kept) for name, p in named]
+        return [_Pin.of(name, p, name in kept) for name, p in named]
 
 
 class _Pin(NamedTuple):
     """What a graph reads at its address; of a frozen weight, whose quantized numbers it reads, the version too."""
 
     name: str
-    of: weakref.ref[torch.Tensor]
+    tensor: torch.Tensor
     address: int
     version: int | None
 
     @classmethod
-    def of_parameter(cls, name: str, p: torch.Tensor, quantized_once: bool) -> _Pin:
-        version = p._version if quantized_once and not p.requires_grad and not isinstance(p, Fp8Weight) else None
-        return cls(name, weakref.ref(p), _address(p), version)
+    def of(cls, name: str, p: torch.Tensor, quantized_once: bool) -> _Pin:
+        if isinstance(p, Fp8Weight):  # its own numbers are read
+            return cls(name, p.operand.rowwise[0], p.operand.rowwise[0].data_ptr(), None)
+        return cls(name, p, p.data_ptr(), p._version if quantized_once and not p.requires_grad else None)
 
     def check(self) -> None:
         """Raise where replays would read what is not there any more."""
-        now = self.of()
-        if now is None or _address(now) != self.address:
+        if self.tensor.data_ptr() != self.address:
             raise RuntimeError(
                 f"{self.name}: has other memory than when CUDA graphs were captured, which read the old: write to it "
                 f"in place, or capture again"
             )
-        if self.version is not None and now._version != self.version:
+        if self.version is not None and self.tensor._version != self.version:
             raise RuntimeError(
                 f"{self.name}: this frozen weight was written to since CUDA graphs were captured, and they read what "
                 f"it was quantized to before: capture again"
             )
-
-
-def _address(t: torch.Tensor) -> int:
-    return (t.operand.rowwise[0] if isinstance(t, Fp8Weight) else t).data_ptr()
 
 
 def _check_hooks(module: torch.nn.Module, name: str) -> None:
