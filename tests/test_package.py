@@ -54,6 +54,7 @@ LAYERS = (
         "binding",
         "copying",
         "delayed_wgrad",
+        "pins",
         "cuda_graph_transform",
         "cuda_graphs",
     ),

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -150,9 +151,15 @@ def prepare_autograd_thread(device: torch.device) -> None:
     thunder runs backward in the thread of the caller, but while a CUDA graph is captured in that one, where a handle
     cannot be made any more: the steps before do not warm it up.
     """
-    with torch.enable_grad():
+
+    def multiply_in_backward() -> None:
         x = torch.ones(16, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
         torch.autograd.grad((x @ x).sum(), x)
+
+    # In a thread of its own, where the caller's modes and hooks, such as a checkpoint's, are not in force.
+    thread = threading.Thread(target=multiply_in_backward)
+    thread.start()
+    thread.join()
 
 
 class CheckpointRun(NamedTuple):

@@ -18,6 +18,7 @@ from thunder.executors.utils import Region
 from thunder.transforms import cudagraph
 
 from thunder_te_exec.linear import LinearContext
+from thunder_te_exec.pins import Pin
 from thunder_te_exec.scale_updates import Fp8ForwardContext
 from thunder_te_exec.symbols import is_te_linear, te_delay_wgrad, te_differentiable_once, te_sync_fp8_meta_bwd
 
@@ -33,13 +34,14 @@ class CUDAGraphTransform(cudagraph.CUDAGraphTransform):
     ``thunder.jit(model, executors=[te_ex], transforms=[CUDAGraphTransform()])``. What thunder's transform of this name
     says holds: outputs are overwritten by the next call. FP8 state moves as it does without graphs: scales are updated
     outside of them, once a call. A second backward of one call, and what ``torch.utils.checkpoint`` runs again, Python
-    runs.
+    runs; and the next calls, before graphs are captured anew, where a parameter has other memory or a frozen matrix was
+    written to.
 
     Raises:
         NotImplementedError: while compiling, with ``te_delay_wgrad=True``, whose gradients wait for longer than what
             they are computed from lives; ``make_graphed_callables`` has graphs for them.
-        RuntimeError: when called: there is no CUDA device; in backward: the function was called again since, and its
-            graph overwrote what this backward needs.
+        RuntimeError: when called: a tensor is not on a CUDA device; in backward: the function was called again since,
+            and its graph overwrote what this backward needs.
     """
 
     def __init__(self, *, share_mem_pool: bool = False) -> None:
@@ -99,14 +101,15 @@ class _Runner(cudagraph.CUDAGraphRunner):
         super().__init__(share_mem_pool=share_mem_pool)
         self.contexts: dict[str, Fp8ForwardContext] = {}
         self._runs: Counter[Any] = Counter()
+        self._pins: dict[Any, list[tuple[torch.nn.Parameter, Pin]]] = {}
         self._replays: Counter[str] = Counter()
 
     def make_cache_key(self, fn_name: str, *args: Any) -> Any:
         return super().make_cache_key(fn_name, *(_without_call(arg) for arg in args))
 
     def call_cuda_graph(self, fn_name: str, *args: Any) -> Any:
-        if not torch.cuda.is_available():
-            raise RuntimeError("CUDAGraphTransform: CUDA graphs need a CUDA device, and there is none")
+        if any(isinstance(arg, torch.Tensor) and not arg.is_cuda for arg in args):
+            raise RuntimeError("CUDAGraphTransform: expected tensors on a CUDA device alone, got one that is not")
         linears = [arg for arg in args if isinstance(arg, LinearContext)]
         self._check_not_overwritten(linears)
         fn, static = self.python_callables[fn_name]
@@ -114,6 +117,9 @@ class _Runner(cudagraph.CUDAGraphRunner):
         key = self.make_cache_key(fn_name, *args)
         if (context is not None and context.runs_again) or any(ctx.call.backward_scales for ctx in linears):
             return fn(*args)
+        parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
+        if any(map(_has_changed, parameters, self._pins.get(key, ()))):
+            del self.cuda_graph_cache[key], self._pins[key], self._runs[key]
         if key not in self.cuda_graph_cache and self._runs[key] < _WARM_UP:
             self._runs[key] += 1
             # As the graph's own buffers will be, for which a fuser would compile anew while it is captured.
@@ -122,6 +128,7 @@ class _Runner(cudagraph.CUDAGraphRunner):
             ctx.linear.begin_backward(ctx.call)
         if key not in self.cuda_graph_cache:
             self.cuda_graph_cache[key] = self.build_cuda_graph(self._captured(fn, linears, context), args, static)
+            self._pins[key] = [(p, _pin(p)) for p in parameters]
         graph, inputs, outputs = self.cuda_graph_cache[key]
         for to, arg in zip(inputs, args, strict=True):
             if isinstance(to, torch.Tensor) and to is not arg and to.data_ptr() != arg.data_ptr():
@@ -167,6 +174,15 @@ class _Runner(cudagraph.CUDAGraphRunner):
                     "overwrote what the backward needs; call backward first, or make_graphed_callables, which has a "
                     "graph for each microbatch"
                 )
+
+
+def _pin(parameter: torch.nn.Parameter) -> Pin:
+    return Pin.of(parameter, quantized_once=parameter.ndim == 2 and not parameter.requires_grad)
+
+
+def _has_changed(parameter: torch.nn.Parameter, captured: tuple[torch.nn.Parameter, Pin]) -> bool:
+    then, pin = captured
+    return parameter is not then or pin.has_moved or pin.was_written_to
 
 
 def _is_copied(arg: Any, is_static: bool) -> bool:

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -16,7 +16,7 @@ from thunder_te_exec.autocast import active_context, entered
 from thunder_te_exec.backends import te_graphs
 from thunder_te_exec.checkpoint import fp8_state_kept
 from thunder_te_exec.delayed_wgrad import DelayedWgrad
-from thunder_te_exec.fp8_weight import Fp8Weight
+from thunder_te_exec.pins import Pin
 from thunder_te_exec.schedule import Schedule
 from thunder_te_exec.state import Fp8State
 
@@ -69,7 +69,8 @@ def make_graphed_callables(
     Raises:
         TypeError: a callable is not a jitted module, or an entry of ``order`` no number.
         ValueError: the numbers of callables, samples and entries of the order do not fit; modules have hooks, are in
-            different modes, read a tensor's number in Python, or were jitted with another ``te_delay_wgrad``.
+            different modes or not on a CUDA device, read a tensor's number in Python, or were jitted with another
+            ``te_delay_wgrad``.
         RuntimeError: there is no CUDA device or no Transformer Engine; or a callable does what cannot be captured.
     """
     if not isinstance(callables, tuple):
@@ -96,8 +97,6 @@ def make_graphed_callables(
     if len({layer.module.training for layer in layers}) > 1:
         raise ValueError("callables: expected all in training mode or none; some are and some are not")
     _check_device()
-    for device in {p.device for layer in layers for p in layer.parameters()}:
-        compat.prepare_autograd_thread(device)
     of_forwards = [layers[i] for i in (range(len(layers)) if schedule is None else schedule.callables())]
     with ExitStack() as kept:
         for layer in layers:
@@ -213,9 +212,13 @@ class _Layer:
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile for these arguments, by a run whose gradients go nowhere."""
+        leaves = [t for t in (*tree_leaves((args, kwargs)), *self.parameters()) if isinstance(t, torch.Tensor)]
+        for device in {t.device for t in leaves}:
+            if device.type != "cuda":
+                raise ValueError(f"{self._name}: expected tensors on a CUDA device alone, got one on {device}")
+            compat.prepare_autograd_thread(device)
         outputs = [o for o in tree_leaves(self(*args, **kwargs)) if isinstance(o, torch.Tensor) and o.requires_grad]
-        leaves = (*tree_leaves((args, kwargs)), *self.parameters())
-        inputs = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+        inputs = [t for t in leaves if t.requires_grad]
         number = compat.number_read_on_host(self.module)
         if number:
             raise ValueError(
@@ -250,39 +253,20 @@ class _Layer:
             for p, grad in zip(parameters, before):
                 p.grad = grad
 
-    def pins(self) -> list[_Pin]:
-        """Where the capture found the parameters."""
+    def pins(self) -> list[tuple[str, Pin]]:
+        """Where the capture found the parameters, by name."""
         kept = {state.full_name(key.weight) for state in self._states for key, *_ in state.weights}
         named = self.module.named_parameters(remove_duplicate=False)
-        return [_Pin.of(name, p, name in kept) for name, p in named]
+        return [(name, Pin.of(p, quantized_once=name in kept and not p.requires_grad)) for name, p in named]
 
 
-class _Pin(NamedTuple):
-    """What a graph reads at its address; of a frozen weight, whose quantized numbers it reads, the version too."""
-
-    name: str
-    tensor: torch.Tensor
-    address: int
-    version: int | None
-
-    @classmethod
-    def of(cls, name: str, p: torch.Tensor, quantized_once: bool) -> _Pin:
-        if isinstance(p, Fp8Weight):  # its own numbers are read
-            return cls(name, p.operand.rowwise[0], p.operand.rowwise[0].data_ptr(), None)
-        return cls(name, p, p.data_ptr(), p._version if quantized_once and not p.requires_grad else None)
-
-    def check(self) -> None:
-        """Raise where replays would read what is not there any more."""
-        if self.tensor.data_ptr() != self.address:
-            raise RuntimeError(
-                f"{self.name}: has other memory than when CUDA graphs were captured, which read the old: write to it "
-                f"in place, or capture again"
-            )
-        if self.version is not None and self.tensor._version != self.version:
-            raise RuntimeError(
-                f"{self.name}: this frozen weight was written to since CUDA graphs were captured, and they read what "
-                f"it was quantized to before: capture again"
-            )
+def _raise_changed(name: str, pin: Pin) -> None:
+    what, instead = "this frozen weight was written to", ""
+    if pin.has_moved:
+        what, instead = "the parameter has other memory", "write to it in place, or "
+    raise RuntimeError(
+        f"{name}: {what} since CUDA graphs were captured, which go on reading what was there: {instead}capture again"
+    )
 
 
 def _check_hooks(module: torch.nn.Module, name: str) -> None:
@@ -318,8 +302,9 @@ class GraphedCallable:
             RuntimeError: a parameter that the graphs read was moved, or, of a frozen one, written to since; or the
                 weight gradients of the last backward still wait, whose operands the call would write to.
         """
-        for pin in self._pins:
-            pin.check()
+        for name, pin in self._pins:
+            if pin.has_moved or pin.was_written_to:
+                _raise_changed(name, pin)
         if self._waits:
             raise RuntimeError("weight gradients of this callable's last backward wait: call backward_dw() first")
         out = self._replay(*args, **kwargs)

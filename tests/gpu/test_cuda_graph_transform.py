@@ -126,3 +126,20 @@ def test_evaluation_and_other_shapes_have_graphs_of_their_own() -> None:
                 out = [function(batch(n, rows, 16, 64)).clone() for rows in (1, 2)]
             found.append(out + step(module, function, n, 2, 16, 64) + step(module, function, n, 3, 16, 64))
         assert same(*found), f"step {n}"
+
+
+@pytest.mark.parametrize("quantize", (False, True))
+def test_graphs_are_captured_anew_when_a_frozen_weight_was_written_to_or_a_parameter_moved(quantize) -> None:
+    pairs = two(lora, Float8CurrentScaling(), quantize=quantize)
+    for n in range(20):
+        for module, function in pairs:
+            with torch.no_grad():
+                if n == 5:
+                    module.gate.base.weight.copy_(module.gate.base.weight * 0.5)
+                if n == 10:
+                    module.gate.lora_A.weight.data = module.gate.lora_A.weight.data * 0.5
+                if n == 15:
+                    half = nn.Parameter(module.gate.lora_A.weight * 0.5)
+                    module.gate.lora_A.weight = half
+                    function._overrides_parameters["gate.lora_A.weight"] = half
+        assert same(*(step(module, function, n, 2, 16, 64) for module, function in pairs)), f"step {n}"

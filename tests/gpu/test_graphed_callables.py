@@ -7,7 +7,7 @@ import thunder
 import torch
 from pipeline import GPIPE, INTERLEAVED, Layer, Rank, delayed, same_gradients
 from steps import same
-from thunder_te_exec import DelayedWgrad, autocast, fp8_state_dict, make_graphed_callables, te_ex
+from thunder_te_exec import CUDAGraphTransform, DelayedWgrad, autocast, fp8_state_dict, make_graphed_callables, te_ex
 from thunder_te_exec.backends import te_graphs
 from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
 from torch import nn
@@ -201,8 +201,18 @@ def test_a_parameter_that_moves_is_refused() -> None:
     (fn,) = layers()
     graphed = make_graphed_callables(jitted(fn), (sample(),))
     fn.trained.weight.data = fn.trained.weight.data.clone()
-    with pytest.raises(RuntimeError, match="trained.weight: has other memory"):
+    with pytest.raises(RuntimeError, match="trained.weight: the parameter has other memory"):
         graphed(sample())
+
+
+def test_what_is_not_on_a_cuda_device_is_refused() -> None:
+    (fn,) = layers()
+    with pytest.raises(ValueError, match=r"callables\[0\]: expected tensors on a CUDA device alone, got one on cpu"):
+        make_graphed_callables(jitted(fn), (sample().cpu(),))
+    transformed = thunder.jit(fn.cpu(), executors=[te_ex], transforms=[CUDAGraphTransform()])
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="CUDA device"):
+            transformed(sample().cpu())
 
 
 def test_a_number_read_in_python_is_refused_before_the_capture() -> None:
