@@ -55,6 +55,7 @@ LAYERS = (
         "copying",
         "delayed_wgrad",
         "pins",
+        "graphed_layer",
         "cuda_graph_transform",
         "cuda_graphs",
     ),

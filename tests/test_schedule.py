@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from thunder_te_exec.schedule import Schedule
+from thunder_te_exec.schedule import Replays, Schedule
 
 INTERLEAVED = [1, 1, 2, 2, -2, 1, -2, 1, -1, 2, -1, 2, -2, -2, -1, -1]
 
@@ -91,7 +91,7 @@ def counted(callables: list[int]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("order", "delay_wgrad", "message"),
     (
-        ([], False, "as many forwards as backwards"),
+        ([], False, "order: expected a forward and a backward of each chunk and microbatch, got no entry"),
         ([1, -1, 2], False, "as many forwards as backwards"),
         ([1, 1, -1, 2, -2], False, "as many forwards as backwards"),
         ([1, -1, 3, -3], False, "as many forwards as backwards"),
@@ -118,6 +118,33 @@ def test_an_entry_that_is_no_number_is_refused(entry) -> None:
         Schedule.of([1, entry, -1], 1, 1, None, False)
 
 
+@pytest.mark.parametrize("order", (7, "1", None))
+def test_what_is_no_list_is_refused(order) -> None:
+    with pytest.raises(TypeError, match="order: expected a list of numbers"):
+        Schedule.of(order, 1, 1, None, False)
+
+
+def test_whole_floats_are_entries_too() -> None:
+    order = Schedule.of([1.0, -1.0], 1, 1, None, False).order
+    assert order == (1, -1) and all(isinstance(entry, int) for entry in order)
+
+
+@given(schedules(), st.data())
+def test_replays_are_the_captures_by_layer_in_the_callers_places(found, data) -> None:
+    order, layers, microbatches = found
+    waits = [data.draw(st.booleans()) for _ in range(sum(layers))]
+    schedule = Schedule.of(order, sum(layers), sum(layers) * microbatches, layers, delay_wgrad=True)
+    # By layer, each chunk is a layer: the n-th entry of a kind is that of microbatch n.
+    place = dict(zip(counted(schedule.callables()), range(sum(layers) * microbatches), strict=True))
+    seen: dict[float, int] = {}
+    expected = []
+    for entry in schedule.by_layer(waits).order:
+        n = seen[entry] = seen.get(entry, -1) + 1
+        kind = "forward" if entry > 0 else "weight gradients" if entry % 1 else "backward"
+        expected.append((kind, place[int(abs(entry)) - 1, n]))
+    assert schedule.replays([True] * sum(layers), waits) == expected
+
+
 def test_numbers_that_do_not_fit_the_schedule_are_named() -> None:
     order = [1, 2, -2, -1]
     with pytest.raises(ValueError, match="callables: expected a multiple of 2, the order's chunks, got 3"):
@@ -128,3 +155,63 @@ def test_numbers_that_do_not_fit_the_schedule_are_named() -> None:
         ValueError, match="sample_args: expected 4, one for each of 4 callables and 1 microbatches, got 5"
     ):
         Schedule.of(order, 4, 5, None, False)
+
+
+def replays() -> Replays:
+    """Of two graphs without a schedule."""
+    return Replays([("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)])
+
+
+def test_steps_in_the_order_of_the_capture_and_with_graphs_left_out_are_replayed() -> None:
+    order = replays()
+    for _ in range(3):
+        first, second = order.forward(0), order.forward(1)
+        order.backward(1, second)
+        order.backward(0, first)
+    number = order.forward(0)
+    order.backward(0, number)
+    for _ in range(3):  # evaluation
+        order.forward(0)
+        order.forward(1)
+
+
+def test_a_backward_of_a_forward_that_was_replayed_again_since_is_refused() -> None:
+    order = replays()
+    first = order.forward(0)
+    second = order.forward(0)
+    with pytest.raises(RuntimeError, match="the backward of sample 0 replayed out of the order"):
+        order.backward(0, first)
+    order.backward(0, second)
+    with pytest.raises(RuntimeError, match="or twice"):
+        order.backward(0, second)
+
+
+def test_a_backward_after_one_that_was_captured_later_is_refused() -> None:
+    order = replays()
+    first, second = order.forward(0), order.forward(1)
+    order.backward(0, first)
+    with pytest.raises(RuntimeError, match="the backward of sample 1"):
+        order.backward(1, second)
+
+
+def test_a_forward_out_of_order_loses_what_is_under_way() -> None:
+    order = Replays(Schedule.of([1, 1, -1, -1], 1, 2, None, False).replays([True], [False]))
+    first, second = order.forward(0), order.forward(1)
+    order.backward(0, first)
+    order.forward(0)
+    with pytest.raises(RuntimeError, match="sample 1"):
+        order.backward(1, second)
+
+
+def test_weight_gradients_keep_their_place_in_a_schedule_and_have_none_without() -> None:
+    order = Replays(Schedule.of([1, 1, -1, -1.5, -1, -1.5], 1, 2, None, True).replays([True], [True]))
+    first, second = order.forward(0), order.forward(1)
+    order.backward(0, first)
+    order.backward(1, second)
+    with pytest.raises(RuntimeError, match="the weight gradients of sample 0"):
+        order.wgrad(0, first)
+    order.wgrad(1, second)
+    free = replays()
+    number = free.forward(0)
+    free.backward(0, number)
+    free.wgrad(0, number)

@@ -169,6 +169,7 @@ def bound(plan: Plan) -> dict[str, Any]:
         recomputes=bool(plan.recomputes),
         checkpointed=state.checkpointed,
         weights=on_cuda,
+        backward_updates=updates[False] if any(device.type == "cuda" for device in devices) else None,
     )
     return {
         **ops,
@@ -232,6 +233,7 @@ def _weight_cache(
         transposable = is_transposable(settings.recipe, role)
         transpose = settings.backend.transpose(settings.recipe, role) if transposable else None
         state.weights[key] = WeightCache(state.optimizer_steps, transpose=transpose, slot=slots.get(role))
+    state.weights[key].frozen = linear.frozen
     if linear.frozen:
         state.weights[key].forget()  # what was written through .data is seen here, if not before
     return state.weights[key]

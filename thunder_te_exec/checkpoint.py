@@ -21,9 +21,10 @@ import torch
 
 from thunder_te_exec import compat
 from thunder_te_exec.autocast import active_context
-from thunder_te_exec.recipe import describe
+from thunder_te_exec.fp8_weight import Fp8Weight
+from thunder_te_exec.recipe import TensorRole, describe
 from thunder_te_exec.settings import recipe_in_force
-from thunder_te_exec.state import Fp8State, Loaded, SlotKey
+from thunder_te_exec.state import Fp8State, LinearKey, Loaded, SlotKey
 
 __all__ = ["copy_state", "fp8_state_dict", "fp8_state_kept", "load_fp8_state_dict", "take_loaded"]
 
@@ -141,21 +142,54 @@ def copy_state(of: Any, to: Any) -> None:
 
 @contextmanager
 def fp8_state_kept(jitted: Any) -> Iterator[None]:
-    """Calls of ``jitted`` inside move no scale: afterwards each is what it was, or what a first call begins with."""
-    states = [Fp8State.of(compile_data) for compile_data in compat.all_compile_data(jitted)]
-    before = [(state, _state_dict(state), set(state.slots), state.loaded) for state in states]
+    """Calls of ``jitted`` inside move no scale: afterwards each is what it was, or what a first call begins with.
+
+    But for the scales of frozen weights that are quantized once: these are the ones that they were quantized with.
+    """
+    before = []
+    for compile_data in compat.all_compile_data(jitted):
+        state = Fp8State.of(compile_data)
+        before.append((compile_data, _state_dict(state), set(state.slots), state.loaded))
     try:
         yield
     finally:
-        for state, entries, keys, loaded in before:
-            new = [key for key in state.slots if key not in keys]
-            for key in new:
-                state.slots[key].scale.fill_(1.0)
-                state.slots[key].history.zero_()
-            _copy(state, entries, _named_tensors(state, keys))
-            if loaded is not None:
-                state.loaded = loaded._replace(strict=False)
-                take_loaded(state, new)
+        for compile_data, entries, keys, loaded in before:
+            _restore(compile_data, entries, keys, loaded)
+
+
+def _restore(compile_data: Any, entries: dict[str, torch.Tensor], keys: set[SlotKey], loaded: Loaded | None) -> None:
+    """Give the function the state ``entries`` of the slots ``keys``; to others what they began with."""
+    state = Fp8State.of(compile_data)
+    once = _quantized_once(state, compat.jitted_module(compile_data))
+
+    def is_settled(key: SlotKey) -> bool:
+        """Whether a weight was quantized inside for good, with a scale that it did not have before."""
+        name, scale = f"{_name(state, key)}.scale", state.slots[key].scale
+        return key.linear in once and not (key in keys and torch.equal(entries[name], scale))
+
+    moved = [key for key in state.slots if key.role is not TensorRole.WEIGHT or not is_settled(key)]
+    new = [key for key in moved if key not in keys]
+    for key in new:
+        state.slots[key].scale.fill_(1.0)
+        state.slots[key].history.zero_()
+    _copy(state, entries, _named_tensors(state, (key for key in moved if key in keys)))
+    for weight in state.weights.values():
+        if not weight.frozen:
+            weight.forget()  # quantized with a scale that has been taken back
+    if loaded is not None and state.slots.keys() - keys:
+        _copy(state, loaded.entries, _named_tensors(state, new))
+        known = _named_tensors(state, state.slots)
+        rest = {name: tensor for name, tensor in loaded.entries.items() if name not in known}
+        loaded = loaded._replace(entries=rest, strict=False)
+    state.loaded = loaded
+
+
+def _quantized_once(state: Fp8State, module: torch.nn.Module | None) -> set[LinearKey]:
+    """The linears whose weights are quantized once, or held in FP8."""
+    named = () if module is None else module.named_parameters(remove_duplicate=False)
+    held = {name for name, p in named if isinstance(p, Fp8Weight)}
+    kept = {linear for (linear, *_), weight in state.weights.items() if weight.frozen}
+    return kept | {key.linear for key in state.slots if key.linear.weight in held}
 
 
 def take_loaded(state: Fp8State, new: list[SlotKey]) -> None:

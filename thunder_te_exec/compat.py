@@ -233,9 +233,13 @@ def number_read_on_host(fn: Any) -> str:
     all_stats = [fn._lc_cs] if hasattr(fn, "_lc_cs") else [forward._lc_cs for forward in _jitted_forwards(fn)]
     for entry in (entry for compile_stats in all_stats for entry in list.__iter__(compile_stats.interpreter_cache)):
         for bsym in entry.computation_traces[0].bound_symbols:
-            if any(part.sym.id is PrimIDs.ITEM for part in (bsym, *bsym.subsymbols)):
+            if _contains(bsym, PrimIDs.ITEM):
                 return bsym.sym.name
     return ""
+
+
+def _contains(bsym: Any, prim: Any) -> bool:
+    return bsym.sym.id is prim or any(_contains(part, prim) for part in bsym.subsymbols)
 
 
 def has_jitted(module: torch.nn.Module) -> bool:
@@ -263,10 +267,34 @@ def compiling(compile_data: Any, compile_stats: Any) -> Iterator[None]:
         yield
 
 
+def runs(compile_data: Any, executor: str) -> bool:
+    """Whether the jitted function of ``compile_data`` has the registered ``executor``."""
+    return thunder.extend.get_executor(executor) in compile_data.executors_list
+
+
 def jitted_module(compile_data: Any) -> torch.nn.Module | None:
     """What thunder reads the parameters of the function of ``compile_data`` from; None where it is no module."""
     fn = compile_data.fn
     return compile_data._thunder_module_map.get(id(fn), fn) if isinstance(fn, torch.nn.Module) else None
+
+
+def makes_cuda_graphs(compile_data: Any) -> bool:
+    """Whether a ``CUDAGraphTransform`` of thunder's is among the transforms of ``compile_data``."""
+    from thunder.transforms.cudagraph import CUDAGraphTransform
+
+    return any(isinstance(transform, CUDAGraphTransform) for transform in compile_data.transforms)
+
+
+def tensor_places(module: torch.nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Each parameter and buffer of ``module``, jitted: its name, and a mapping and key under which calls find it."""
+    own: dict[str, Mapping[str, Any]] = {}
+    for overrides in (getattr(module, f"_overrides_{kind}", {}) for kind in ("parameters", "buffers")):
+        own.update(dict.fromkeys(overrides, overrides))
+    for path, inner in getattr(module, "_model", module).named_modules(remove_duplicate=False):
+        for tensors in (inner._parameters, inner._buffers):
+            for key in (key for key, t in tensors.items() if t is not None):
+                name = f"{path}.{key}" if path else key
+                yield (name, own[name], name) if name in own else (name, tensors, key)
 
 
 def set_signature(trace: Any, name: str, args: Sequence[Any]) -> None:
@@ -286,9 +314,12 @@ def executable(trace: Any, executors: Sequence[Any]) -> Any:
 
 @contextmanager
 def as_traced() -> Iterator[None]:
-    """What a trace's decorators see to, for several functions of traces: no gradients, no torch.autocast."""
+    """What a trace's decorators see to, for several functions of traces: no gradients, no torch.autocast.
+
+    Nor inference mode, whose tensors no gradient can be added to outside of it.
+    """
     enabled = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         try:
             for device in enabled:
                 torch.set_autocast_enabled(device, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,15 +33,15 @@ class CUDAGraphTransform(cudagraph.CUDAGraphTransform):
 
     ``thunder.jit(model, executors=[te_ex], transforms=[CUDAGraphTransform()])``. What thunder's transform of this name
     says holds: outputs are overwritten by the next call. FP8 state moves as it does without graphs: scales are updated
-    outside of them, once a call. A second backward of one call, and what ``torch.utils.checkpoint`` runs again, Python
-    runs; and the next calls, before graphs are captured anew, where a parameter has other memory or a frozen matrix was
-    written to.
+    outside of them, once a call. Python runs what ``torch.utils.checkpoint`` runs again, under delayed scaling a second
+    backward of one call, and where a parameter has other memory or a frozen matrix was written to, the next calls,
+    before graphs are captured anew. Gradients that ``torch.autograd.grad`` gives are overwritten by the next backward.
 
     Raises:
         NotImplementedError: while compiling, with ``te_delay_wgrad=True``, whose gradients wait for longer than what
             they are computed from lives; ``make_graphed_callables`` has graphs for them.
-        RuntimeError: when called: a tensor is not on a CUDA device; in backward: the function was called again since,
-            and its graph overwrote what this backward needs.
+        RuntimeError: when called: a tensor is not on a CUDA device; in backward of FP8 linears: the function was called
+            again since, and its graph overwrote what this backward needs.
     """
 
     def __init__(self, *, share_mem_pool: bool = False) -> None:
@@ -90,6 +90,23 @@ class CUDAGraphTransform(cudagraph.CUDAGraphTransform):
         return new
 
 
+class _Graph(NamedTuple):
+    """A graph of a region, and what it was captured with.
+
+    Attributes:
+        inputs: what it reads; of arguments that are not static, buffers to copy them to.
+        outputs: what each replay writes.
+        pins: by position, how parameters among the inputs were.
+        held: quantized weights that it reads.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Any, ...]
+    outputs: Sequence[Any]
+    pins: dict[int, Pin]
+    held: list[Any]
+
+
 class _Runner(cudagraph.CUDAGraphRunner):
     """Runs regions: of a trace's forward, whose contexts of linears get the call that is under way, or its backward.
 
@@ -101,7 +118,6 @@ class _Runner(cudagraph.CUDAGraphRunner):
         super().__init__(share_mem_pool=share_mem_pool)
         self.contexts: dict[str, Fp8ForwardContext] = {}
         self._runs: Counter[Any] = Counter()
-        self._pins: dict[Any, list[tuple[torch.nn.Parameter, Pin]]] = {}
         self._replays: Counter[str] = Counter()
 
     def make_cache_key(self, fn_name: str, *args: Any) -> Any:
@@ -114,60 +130,78 @@ class _Runner(cudagraph.CUDAGraphRunner):
         self._check_not_overwritten(linears)
         fn, static = self.python_callables[fn_name]
         context = self.contexts.get(fn_name)
+        if context is not None:
+            context.call.graph_replay = None
         key = self.make_cache_key(fn_name, *args)
+        if self._is_stale(key, args, static):
+            del self.cuda_graph_cache[key], self._runs[key]
         if (context is not None and context.runs_again) or any(ctx.call.backward_scales for ctx in linears):
             return fn(*args)
-        parameters = [arg for arg in args if isinstance(arg, torch.nn.Parameter)]
-        if any(map(_has_changed, parameters, self._pins.get(key, ()))):
-            del self.cuda_graph_cache[key], self._pins[key], self._runs[key]
         if key not in self.cuda_graph_cache and self._runs[key] < _WARM_UP:
             self._runs[key] += 1
             # As the graph's own buffers will be, for which a fuser would compile anew while it is captured.
-            return fn(*(arg.detach() if _is_copied(arg, kept) else arg for arg, kept in zip(args, static, strict=True)))
-        for ctx in linears:
-            ctx.linear.begin_backward(ctx.call)
+            return fn(*(arg if is_static else _detached(arg) for arg, is_static in zip(args, static)))
+        if any(ctx.call.graph_replay is None for ctx in linears):
+            return fn(*args)  # its forward was run by Python: what it reads is not where a graph's forward writes it
         if key not in self.cuda_graph_cache:
-            self.cuda_graph_cache[key] = self.build_cuda_graph(self._captured(fn, linears, context), args, static)
-            self._pins[key] = [(p, _pin(p)) for p in parameters]
-        graph, inputs, outputs = self.cuda_graph_cache[key]
-        for to, arg in zip(inputs, args, strict=True):
-            if isinstance(to, torch.Tensor) and to is not arg and to.data_ptr() != arg.data_ptr():
-                to.copy_(arg)
-        graph.replay()
-        if context is None:
-            return outputs
-        self._replays[fn_name] += 1
-        context.call.replay = fn_name, self._replays[fn_name]
-        return [_of_this_call(o, context) for o in outputs]
+            self.cuda_graph_cache[key] = self._capture(fn, args, static, linears, context)
+        return self._replay(fn_name, self.cuda_graph_cache[key], args, linears, context)
 
-    def build_cuda_graph(self, fn: Any, args: Sequence[Any], static_args_mask: Sequence[bool]) -> tuple[Any, Any, Any]:
-        """As thunder's, without runs that would move FP8 state: calls have been the warm-up."""
-        inputs = tuple(
-            arg if is_static else self.get_static_buffer(arg) for arg, is_static in zip(args, static_args_mask)
+    def _is_stale(self, key: Any, args: Sequence[Any], static: Sequence[bool]) -> bool:
+        """Whether what the graph of ``key`` reads is not what it would be called with."""
+        captured = self.cuda_graph_cache.get(key)
+        if captured is None:
+            return False
+        return any(
+            captured.pins[i].change(arg) if i in captured.pins else _has_other_memory(arg, captured.inputs[i])
+            for i, (arg, is_static) in enumerate(zip(args, static))
+            if is_static and isinstance(arg, torch.Tensor)
         )
+
+    def _capture(
+        self,
+        fn: Any,
+        args: Sequence[Any],
+        static: Sequence[bool],
+        linears: Sequence[LinearContext],
+        context: Fp8ForwardContext | None,
+    ) -> _Graph:
+        """As thunder's, without runs that would move FP8 state: calls have been the warm-up."""
+        _take_noted(linears, context)  # what was noted outside of the graph is not to be read in it
+        _begin_backward(linears)
+        inputs = tuple(arg if is_static else self.get_static_buffer(arg) for arg, is_static in zip(args, static))
         graph, pool, stream = torch.cuda.CUDAGraph(), None, None
         if self.mem_pool is not None:
             device = next(arg.device for arg in inputs if isinstance(arg, torch.Tensor))
             pool, stream = self.mem_pool[device.index], self.stream[device.index]
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             outputs = fn(*inputs)
-        return graph, inputs, outputs
+            _take_noted(linears, context)  # amaxes that a fuser's kernels compute are taken in replays too
+        parameters = ((i, arg) for i, arg in enumerate(args) if static[i] and isinstance(arg, torch.nn.Parameter))
+        held = [] if context is None else context.held_weights()
+        return _Graph(graph, inputs, outputs, {i: _pin(p) for i, p in parameters}, held)
 
-    def _captured(self, fn: Any, linears: Sequence[LinearContext], context: Fp8ForwardContext | None) -> Any:
-        """``fn``, and what has to be in its graph: amaxes that a fuser's kernels computed are taken in replays too."""
-
-        def captured(*args: Any) -> Any:
-            outputs = fn(*args)
-            for ctx in linears:
-                ctx.linear.take_noted()
-            if context is not None:
-                context.end_capture()
-            return outputs
-
-        return captured
+    def _replay(
+        self,
+        fn_name: str,
+        captured: _Graph,
+        args: Sequence[Any],
+        linears: Sequence[LinearContext],
+        context: Fp8ForwardContext | None,
+    ) -> Sequence[Any]:
+        _begin_backward(linears)
+        for to, arg in zip(captured.inputs, args):
+            if isinstance(to, torch.Tensor) and _has_other_memory(arg, to):
+                to.copy_(arg)
+        captured.graph.replay()
+        if context is None:
+            return captured.outputs
+        self._replays[fn_name] += 1
+        context.call.graph_replay = fn_name, self._replays[fn_name]
+        return [_of_this_call(o, context) for o in captured.outputs]
 
     def _check_not_overwritten(self, linears: Sequence[LinearContext]) -> None:
-        for fn_name, number in (ctx.call.replay for ctx in linears if ctx.call.replay is not None):
+        for fn_name, number in (ctx.call.graph_replay for ctx in linears if ctx.call.graph_replay is not None):
             if number != self._replays[fn_name]:
                 raise RuntimeError(
                     "CUDAGraphTransform: backward of a call after which the function was called again, whose graph "
@@ -176,24 +210,33 @@ class _Runner(cudagraph.CUDAGraphRunner):
                 )
 
 
+def _begin_backward(linears: Sequence[LinearContext]) -> None:
+    for ctx in linears:
+        ctx.linear.begin_backward(ctx.call)
+
+
+def _take_noted(linears: Sequence[LinearContext], context: Fp8ForwardContext | None) -> None:
+    for ctx in linears:
+        ctx.linear.take_noted()
+    if context is not None:
+        context.take_noted()
+
+
+def _has_other_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is not b and a.data_ptr() != b.data_ptr()
+
+
 def _pin(parameter: torch.nn.Parameter) -> Pin:
     return Pin.of(parameter, quantized_once=parameter.ndim == 2 and not parameter.requires_grad)
 
 
-def _has_changed(parameter: torch.nn.Parameter, captured: tuple[torch.nn.Parameter, Pin]) -> bool:
-    then, pin = captured
-    return parameter is not then or pin.has_moved or pin.was_written_to
-
-
-def _is_copied(arg: Any, is_static: bool) -> bool:
-    return isinstance(arg, torch.Tensor) and not is_static
+def _detached(arg: Any) -> Any:
+    return arg.detach() if isinstance(arg, torch.Tensor) else arg
 
 
 def _of_this_call(output: Any, context: Fp8ForwardContext) -> Any:
     """``output`` of a graph for one call: autograd writes to a tensor which call it came from."""
-    if isinstance(output, LinearContext):
-        return output._replace(call=context.call)
-    return output.detach() if isinstance(output, torch.Tensor) else output
+    return output._replace(call=context.call) if isinstance(output, LinearContext) else _detached(output)
 
 
 def _without_call(arg: Any) -> Any:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from thunder_te_exec import compat
-from thunder_te_exec.autocast import active_context, entered
 from thunder_te_exec.backends import te_graphs
-from thunder_te_exec.checkpoint import fp8_state_kept
-from thunder_te_exec.delayed_wgrad import DelayedWgrad
-from thunder_te_exec.pins import Pin
-from thunder_te_exec.schedule import Schedule
-from thunder_te_exec.state import Fp8State
+from thunder_te_exec.graphed_layer import GraphedLayer, Wgrads, left_as_they_were
+from thunder_te_exec.schedule import Replays, Schedule
 
 __all__ = ["GraphedCallable", "make_graphed_callables"]
 
@@ -73,13 +68,13 @@ def make_graphed_callables(
             ``te_delay_wgrad``.
         RuntimeError: there is no CUDA device or no Transformer Engine; or a callable does what cannot be captured.
     """
-    if not isinstance(callables, tuple):
-        kwargs = None if sample_kwargs is None else (sample_kwargs,)
+    if isinstance(callables, torch.nn.Module):
+        callables, sample_args = (callables,), (sample_args,)
         (graphed,) = make_graphed_callables(
-            (callables,),
-            (sample_args,),
+            callables,
+            sample_args,
             num_warmup_iters,
-            sample_kwargs=kwargs,
+            sample_kwargs=None if sample_kwargs is None else (sample_kwargs,),
             order=order,
             num_layers_per_chunk=num_layers_per_chunk,
             delay_wgrad=delay_wgrad,
@@ -87,57 +82,65 @@ def make_graphed_callables(
             pool=pool,
         )
         return graphed
-    schedule, places = _scheduled(order, len(callables), len(sample_args), num_layers_per_chunk, delay_wgrad)
-    kwargs = tuple({} for _ in sample_args) if sample_kwargs is None else tuple(sample_kwargs)
+    samples = _samples(callables, sample_args, sample_kwargs, num_warmup_iters)
+    schedule = _schedule(order, len(callables), len(samples), num_layers_per_chunk, delay_wgrad)
+    layers = [
+        GraphedLayer(module, f"callables[{i}]", delay_wgrad=delay_wgrad, keeps_operands=schedule is None)
+        for i, module in enumerate(callables)
+    ]
+    _check_modes(layers, schedule)
+    _check_device()
+    of_samples = layers if schedule is None else [layers[i] for i in schedule.callables()]
+    with left_as_they_were(layers):
+        with _side_stream():
+            for layer, (args, kwargs) in zip(of_samples, samples):
+                layer.prepare(args, kwargs)
+        options = {"num_warmup_iters": num_warmup_iters, "allow_unused_input": allow_unused_input, "pool": pool}
+        replay = _captured(layers, samples, schedule, options)
+    return _graphed(layers, of_samples, schedule, replay)
+
+
+def _samples(
+    callables: Any, sample_args: Any, sample_kwargs: Any, num_warmup_iters: Any
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Each sample's positional and keyword arguments, of arguments that are what they should be."""
+    if not isinstance(callables, tuple | list):
+        raise TypeError(f"callables: expected a jitted module, or a tuple of them, got {type(callables).__name__}")
+    if not callables or len({id(module) for module in callables}) < len(callables):
+        raise ValueError("callables: expected one or more, none of them twice")
+    if not isinstance(sample_args, tuple | list) or not all(isinstance(args, tuple) for args in sample_args):
+        raise TypeError("sample_args: expected a tuple of tensors for one callable, a tuple of such tuples for several")
+    kwargs = [{} for _ in sample_args] if sample_kwargs is None else sample_kwargs
+    if not isinstance(kwargs, tuple | list) or not all(isinstance(kw, dict) for kw in kwargs):
+        raise TypeError("sample_kwargs: expected a dict for one callable, a tuple of dicts for several")
     if len(kwargs) != len(sample_args):
         raise ValueError(f"sample_kwargs: expected {len(sample_args)}, as many as sample_args, got {len(kwargs)}")
-    layers = [
-        _Layer(module, f"callables[{i}]", delay_wgrad, schedule is not None) for i, module in enumerate(callables)
-    ]
-    if len({layer.module.training for layer in layers}) > 1:
-        raise ValueError("callables: expected all in training mode or none; some are and some are not")
-    _check_device()
-    of_forwards = [layers[i] for i in (range(len(layers)) if schedule is None else schedule.callables())]
-    with ExitStack() as kept:
-        for layer in layers:
-            kept.enter_context(fp8_state_kept(layer.module))
-            kept.enter_context(_main_grads_kept(layer.module))
-        with _side_stream():
-            for layer, args, kw in zip(of_forwards, sample_args, kwargs):
-                layer.prepare(args, kw)
-        options: dict[str, Any] = {"allow_unused_input": allow_unused_input, "pool": pool}
-        if schedule is not None:
-            by_layer = schedule.by_layer([layer.waits for layer in layers]) if delay_wgrad else schedule
-            options |= {"_order": list(by_layer.order), "_num_layers_per_chunk": list(by_layer.layers)}
-        found = te_graphs.capture(
-            layers,
-            [sample_args[i] for i in places],
-            num_warmup_iters=num_warmup_iters,
-            sample_kwargs=tuple(kwargs[i] for i in places),
-            **options,
-        )
-    graphed = dict(zip(places, found))
-    microbatch: Counter[int] = Counter()
-    callables_of = []
-    for i, layer in enumerate(of_forwards):
-        wgrads = layer.captured[microbatch[id(layer)]] if layer.waits else None
-        microbatch[id(layer)] += 1
-        callables_of.append(GraphedCallable(graphed[i], layer, wgrads))
-    return tuple(callables_of)
+    for i, leaf in ((i, t) for i, sample in enumerate(zip(sample_args, kwargs)) for t in tree_leaves(sample)):
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"sample_args[{i}]: expected tensors, got {type(leaf).__name__}")
+    if not isinstance(num_warmup_iters, int) or num_warmup_iters < 1:
+        raise ValueError(f"num_warmup_iters: expected 1 or more, got {num_warmup_iters!r}")
+    return list(zip(sample_args, kwargs))
 
 
-def _scheduled(
-    order: Sequence[float] | None, callables: int, samples: int, layers: Sequence[int] | None, delay_wgrad: bool
-) -> tuple[Schedule | None, list[int]]:
-    """The schedule, and of each forward that is captured, in Transformer Engine's order, its place in the caller's."""
+def _schedule(
+    order: Any, callables: int, samples: int, layers: Sequence[int] | None, delay_wgrad: bool
+) -> Schedule | None:
     if order is not None:
-        schedule = Schedule.of(order, callables, samples, layers, delay_wgrad)
-        return schedule, schedule.places_by_layer() if delay_wgrad else list(range(samples))
+        return Schedule.of(order, callables, samples, layers, delay_wgrad)
     if layers is not None:
         raise ValueError("num_layers_per_chunk: expected with an order, which names the chunks, alone")
     if samples != callables:
         raise ValueError(f"sample_args: expected {callables}, one for each of the callables, got {samples}")
-    return None, list(range(samples))
+    return None
+
+
+def _check_modes(layers: Sequence[GraphedLayer], schedule: Schedule | None) -> None:
+    training = {layer.module.training for layer in layers}
+    if len(training) > 1:
+        raise ValueError("callables: expected all in training mode or none; some are and some are not")
+    if schedule is not None and training == {False}:
+        raise ValueError("order: a schedule of forwards and backwards is for modules in training mode; call train()")
 
 
 def _check_device() -> None:
@@ -153,131 +156,61 @@ def _side_stream() -> Iterator[None]:
     """What a capture must not find on its own stream runs on another one."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
-
-
-@contextmanager
-def _main_grads_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Runs of the weight gradients inside leave no trace in ``main_grad``."""
-    fuses = any(cd.compile_options.get("te_fuse_wgrad_accumulation") for cd in compat.all_compile_data(module))
-    found = [getattr(p, "main_grad", None) for p in module.parameters() if p.requires_grad] if fuses else []
-    kept = [(main_grad, main_grad.clone()) for main_grad in found if main_grad is not None]
     try:
-        yield
+        with torch.cuda.stream(stream):
+            yield
     finally:
-        for main_grad, before in kept:
-            main_grad.copy_(before)
+        torch.cuda.current_stream().wait_stream(stream)
 
 
-class _Layer:
-    """One of the callables, as it is captured.
-
-    Attributes:
-        module: jitted.
-        waits: whether its backward leaves weight gradients.
-        captured: for each microbatch, the parameters and the tensors that its graph writes their gradients to.
-    """
-
-    def __init__(self, module: Any, name: str, delay_wgrad: bool, in_order: bool) -> None:
-        try:
-            of_parts = compat.all_compile_data(module)
-        except TypeError as e:
-            raise TypeError(f"{name}: {e}") from None
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"{name}: expected a jitted module, got {type(module).__name__}: jit the module")
-        delays = any(compile_data.compile_options.get("te_delay_wgrad") is True for compile_data in of_parts)
-        if delays is not delay_wgrad:
-            raise ValueError(f"{name}: jitted with te_delay_wgrad={delays}, and delay_wgrad={delay_wgrad} was given")
-        _check_hooks(module, name)
-        self.module, self.waits = module, False
-        self.captured: list[list[tuple[torch.nn.Parameter, torch.Tensor]]] = []
-        self._name, self._states = name, [Fp8State.of(compile_data) for compile_data in of_parts]
-        self._context = active_context()
-        self._wgrads = DelayedWgrad(module) if delay_wgrad else None
-        self._in_order, self._operands = in_order, []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with entered(self._context):
-                return self.module(*args, **kwargs)
-        except Exception as e:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"{self._name} cannot be captured in a CUDA graph: {e}") from e
-            raise
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        return self.module.parameters()
-
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile for these arguments, by a run whose gradients go nowhere."""
-        leaves = [t for t in (*tree_leaves((args, kwargs)), *self.parameters()) if isinstance(t, torch.Tensor)]
-        for device in {t.device for t in leaves}:
-            if device.type != "cuda":
-                raise ValueError(f"{self._name}: expected tensors on a CUDA device alone, got one on {device}")
-            compat.prepare_autograd_thread(device)
-        outputs = [o for o in tree_leaves(self(*args, **kwargs)) if isinstance(o, torch.Tensor) and o.requires_grad]
-        inputs = [t for t in leaves if t.requires_grad]
-        number = compat.number_read_on_host(self.module)
-        if number:
-            raise ValueError(
-                f"{self._name}: reads a tensor's number in Python ({number}), which a CUDA graph cannot; move that out "
-                f"of the module, or keep it a tensor"
-            )
-        if self.module.training and outputs and inputs:
-            torch.autograd.grad(outputs, inputs, [torch.zeros_like(o) for o in outputs], allow_unused=True)
-            self.waits = self.waits or (self._wgrads is not None and self._wgrads.need_backward_dw())
-            self.backward_dw()
-
-    def need_backward_dw(self) -> bool:
-        return self.waits
-
-    def backward_dw(self) -> None:
-        """Compute the weight gradients that wait; a capture keeps where it writes them, and ``.grad`` is as before."""
-        if self._wgrads is None:
-            return
-        parameters = self._wgrads.get_backward_dw_params()
-        before = [p.grad for p in parameters]
-        for p in parameters:
-            p.grad = None
-        capturing = torch.cuda.is_current_stream_capturing()
-        try:
-            if capturing and not self._in_order:
-                # They may be worked off after other backwards, whose graphs would get the memory of the operands.
-                self._operands += self._states[0].wgrads.oldest("")
-            self._wgrads.backward_dw()
-            if capturing:
-                self.captured.append([(p, p.grad) for p in parameters])
-        finally:
-            for p, grad in zip(parameters, before):
-                p.grad = grad
-
-    def pins(self) -> list[tuple[str, Pin]]:
-        """Where the capture found the parameters, by name."""
-        kept = {state.full_name(key.weight) for state in self._states for key, *_ in state.weights}
-        named = self.module.named_parameters(remove_duplicate=False)
-        return [(name, Pin.of(p, quantized_once=name in kept and not p.requires_grad)) for name, p in named]
+def _captured(
+    layers: Sequence[GraphedLayer], samples: Sequence[Any], schedule: Schedule | None, options: dict[str, Any]
+) -> list[Any]:
+    """What Transformer Engine makes of each sample, in their order."""
+    places = list(range(len(samples)))
+    if schedule is not None:
+        if any(entry % 1 for entry in schedule.order):
+            places = schedule.places_by_layer()
+            schedule = schedule.by_layer([layer.waits for layer in layers])
+        options = options | {"_order": list(schedule.order), "_num_layers_per_chunk": list(schedule.layers)}
+    args, kwargs = zip(*(samples[i] for i in places))
+    found = dict(zip(places, te_graphs.capture(layers, args, sample_kwargs=kwargs, **options)))
+    return [found[i] for i in range(len(samples))]
 
 
-def _raise_changed(name: str, pin: Pin) -> None:
-    what, instead = "this frozen weight was written to", ""
-    if pin.has_moved:
-        what, instead = "the parameter has other memory", "write to it in place, or "
-    raise RuntimeError(
-        f"{name}: {what} since CUDA graphs were captured, which go on reading what was there: {instead}capture again"
-    )
+def _graphed(
+    layers: Sequence[GraphedLayer], of_samples: Sequence[GraphedLayer], schedule: Schedule | None, replay: Sequence[Any]
+) -> tuple[GraphedCallable, ...]:
+    differentiable, waits = [layer.differentiable for layer in layers], [layer.waits for layer in layers]
+    if schedule is None:
+        events = [("forward", i) for i in range(len(layers))]
+        events += [("backward", i) for i in reversed(range(len(layers))) if differentiable[i]]
+    else:
+        events = schedule.replays(differentiable, waits)
+    replays = Replays(events)
+    microbatch: Counter[int] = Counter()
+    found = []
+    for place, layer in enumerate(of_samples):
+        wgrads = layer.captured[microbatch[id(layer)]] if layer.waits else None
+        microbatch[id(layer)] += 1
+        found.append(GraphedCallable(replay[place], layer, wgrads, replays, place))
+    return tuple(found)
 
 
-def _check_hooks(module: torch.nn.Module, name: str) -> None:
-    for inner_name, inner in module.named_modules():
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            if getattr(inner, kind):
-                inner_name = inner_name.removeprefix("_model").removeprefix(".") or "the module"  # as thunder keeps it
-                raise ValueError(
-                    f"{name}: {inner_name} has {kind.strip('_').replace('_', ' ')}, which replays "
-                    f"would not call: remove them, and register them on what calls the graphed callable"
-                )
+class _OwnGradient(torch.autograd.Function):
+    """The tensor itself, whose gradient is a copy: a leaf's becomes its ``.grad``, and the next replay writes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.clone()
+
+
+def _with_own_gradient(t: Any) -> Any:
+    return _OwnGradient.apply(t) if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad else t
 
 
 class GraphedCallable:
@@ -286,74 +219,109 @@ class GraphedCallable:
     In another mode than it was captured in, of training and evaluation, the callable itself runs.
     """
 
-    def __init__(
-        self, replay: Any, layer: _Layer, wgrads: list[tuple[torch.nn.Parameter, torch.Tensor]] | None
-    ) -> None:
-        self._replay, self._pins, self._wgrads = replay, layer.pins(), wgrads
-        found = ((p, getattr(p, "main_grad", None)) for p in layer.parameters()) if wgrads is not None else ()
-        self._main_grads = [(weakref.ref(p), m.data_ptr()) for p, m in found if m is not None]
+    def __init__(self, replay: Any, layer: GraphedLayer, wgrads: Wgrads | None, replays: Replays, place: int) -> None:
+        self._replay, self._layer, self._wgrads = replay, layer, wgrads
+        self._replays, self._place = replays, place
+        self._training, self._pins = layer.module.training, layer.pins()
+        waiting = layer.main_grads() if wgrads is not None else {}
+        self._main_grads = [(name, p, p.main_grad.data_ptr()) for name, p in waiting.items()]
         self._hooks: list[Callable[[], None]] = []
-        self._waits = False
+        # The number of the call whose weight gradients wait, and what of them has been computed and is to be added.
+        self._waits: int | None = None
+        self._computed: Wgrads | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the callable returns, in memory that the next call writes to.
 
         Raises:
-            RuntimeError: a parameter that the graphs read was moved, or, of a frozen one, written to since; or the
-                weight gradients of the last backward still wait, whose operands the call would write to.
+            RuntimeError: a parameter or buffer that the graphs read is another one, was moved, frozen or unfrozen, or,
+                of a frozen one, written to since; or weight gradients of the last backward wait, whose operands the
+                call would write to. In backward: the order of replays is not that of the capture, so that what this
+                backward reads has been overwritten.
         """
-        for name, pin in self._pins:
-            if pin.has_moved or pin.was_written_to:
-                _raise_changed(name, pin)
-        if self._waits:
+        if self._layer.module.training is not self._training:
+            return self._layer(*args, **kwargs)
+        for name, tensors, key, pin in self._pins:
+            change = pin.change(tensors.get(key))
+            if change:
+                raise RuntimeError(
+                    f"{name} {change} since CUDA graphs were captured, which go on reading what was there: write to "
+                    f"trained parameters in place, or capture again"
+                )
+        if self._waits is not None:
             raise RuntimeError("weight gradients of this callable's last backward wait: call backward_dw() first")
+        number = self._replays.forward(self._place)
+        if torch.is_grad_enabled():
+            args, kwargs = tree_map(_with_own_gradient, (args, kwargs))
         out = self._replay(*args, **kwargs)
-        if self._wgrads is not None:
-            for t in tree_leaves(out):
-                if isinstance(t, torch.Tensor) and t.requires_grad:
-                    t.register_hook(self._note_backward)
+        nodes = (t.grad_fn for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.grad_fn is not None)
+        node = next(nodes, None)
+        if node is not None:
+            node.register_prehook(lambda _: self._replays.backward(self._place, number))
+            if self._wgrads is not None:
+                node.register_hook(lambda *_: self._let_wait(number))
         return out
 
-    def _note_backward(self, _: torch.Tensor) -> None:
-        self._waits = True
+    def _let_wait(self, number: int) -> None:
+        self._waits = number
 
     def need_backward_dw(self) -> bool:
         """Whether a backward left weight gradients that wait."""
-        return self._waits
+        return self._waits is not None
 
     @torch.no_grad()
     def backward_dw(self) -> None:
         """Compute the weight gradients that the last backward left, then call the hooks; nothing where none wait.
 
+        After an exception the gradients that were not added yet still wait.
+
         Raises:
-            RuntimeError: a ``main_grad`` has other memory than when graphs were captured.
+            RuntimeError: a ``main_grad`` is another tensor than when graphs were captured, or the order of replays is
+                not that of the capture.
         """
-        if not self._waits:
+        if self._waits is None:
             return
-        for parameter, address in self._main_grads:
-            if (p := parameter()) is not None and getattr(p, "main_grad", p).data_ptr() != address:
-                raise RuntimeError(
-                    "main_grad has other memory than when CUDA graphs were captured: write to it in place"
-                )
-        self._replay.backward_dw()
-        self._waits = False
-        for p, grad in self._wgrads or ():
+        if self._computed is None:
+            for name, p, address in self._main_grads:
+                now = getattr(p, "main_grad", None)
+                if now is None or now.data_ptr() != address:
+                    raise RuntimeError(
+                        f"{name}.main_grad: has other memory than when CUDA graphs were captured, which add to the "
+                        f"old: write to it in place, or capture again"
+                    )
+            self._replays.wgrad(self._place, self._waits)
+            self._replay.backward_dw()
+            self._computed = list(self._wgrads)
+        while self._computed:
+            p, grad = self._computed[0]
             if p.requires_grad and p.grad is None:
                 p.grad = grad.clone()
             elif p.requires_grad:
                 p.grad.add_(grad)
+            self._computed.pop(0)
+        self._computed = self._waits = None
         for hook in self._hooks:
             hook()
 
     def get_backward_dw_params(self) -> list[torch.nn.Parameter]:
         """The parameters whose ``.grad`` the next :meth:`backward_dw` sets; none where nothing waits."""
-        return [p for p, _ in self._wgrads or () if p.requires_grad] if self._waits else []
+        if self._waits is None:
+            return []
+        return [p for p, _ in (self._wgrads if self._computed is None else self._computed) if p.requires_grad]
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Call ``hook()`` after each :meth:`backward_dw` that worked something off, in order."""
+        """Call ``hook()`` after each :meth:`backward_dw` that worked something off, in order.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        if not callable(hook):
+            raise TypeError(f"register_wgrad_accumulation_and_reduce_hooks: expected a function, got {hook!r}")
         self._hooks.append(hook)
 
     def reset(self) -> None:
         """Let go of the graphs and their memory; it cannot be called any more."""
         self._replay.reset()
-        self._pins, self._wgrads, self._main_grads, self._waits = [], None, [], False
+        self._layer.release()
+        self._pins, self._main_grads = [], []
+        self._wgrads = self._waits = self._computed = None

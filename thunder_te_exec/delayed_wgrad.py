@@ -26,8 +26,9 @@ class DelayedWgrad:
             together with a parameter outside of it, such as a tied weight's gradient, is left to the whole.
 
     Raises:
-        TypeError: ``jitted`` did not come from ``thunder.jit`` or ``jit_blocks``, or it is no module.
-        ValueError: it was not given ``te_delay_wgrad=True``.
+        TypeError: ``jitted`` did not come from ``thunder.jit`` or ``jit_blocks``, or it is no module; ``submodule`` is
+            no string.
+        ValueError: it was not given ``te_delay_wgrad=True``, or not ``te_ex``.
         AttributeError: it has no such submodule.
     """
 
@@ -37,6 +38,10 @@ class DelayedWgrad:
             raise TypeError(f"DelayedWgrad: expected a jitted module, got {type(jitted).__name__}: jit the module")
         if of_parts[0].compile_options.get("te_delay_wgrad") is not True:
             raise ValueError("DelayedWgrad: no gradient waits without thunder.jit(..., te_delay_wgrad=True)")
+        if not compat.runs(of_parts[0], "thunder_te"):
+            raise ValueError("DelayedWgrad: no gradient waits without thunder.jit(..., executors=[te_ex, ...])")
+        if not isinstance(submodule, str):
+            raise TypeError(f"DelayedWgrad: expected the name of a submodule, got {type(submodule).__name__}")
         jitted.get_submodule(submodule)
         self._prefix = f"{submodule}." if submodule else ""
         self._states = [Fp8State.of(compile_data) for compile_data in of_parts]
@@ -68,7 +73,12 @@ class DelayedWgrad:
         """Call ``hook()`` after each :meth:`backward_dw` of this object that worked something off, in order.
 
         One that raises ends the call: gradients are set by then, and later hooks do not run.
+
+        Raises:
+            TypeError: it cannot be called.
         """
+        if not callable(hook):
+            raise TypeError(f"register_wgrad_accumulation_and_reduce_hooks: expected a function, got {hook!r}")
         self._hooks.append(hook)
 
     def traces(self) -> list[Any]:

@@ -84,8 +84,9 @@ def _without_delayed_wgrads(trace: TraceCtx) -> tuple[TraceCtx, tuple[WgradProgr
     module = compat.jitted_module(cd)
     if module is None or not Settings.delays_wgrad():
         return trace, ()
-    own = dict(module.named_parameters(remove_duplicate=False))
-    names = Fp8State.of(cd).names.parameters(trace, cs.last_prologue_traces[-1])
+    state = Fp8State.of(cd)
+    own = {n: p for n, p in module.named_parameters(remove_duplicate=False) if not state.is_used_elsewhere(p)}
+    names = state.names.own_parameters(trace, cs.last_prologue_traces[-1])
     first: dict[int, str] = {}  # a tied parameter has several names
     names = {proxy: first.setdefault(id(own[name]), name) for proxy, name in names.items() if name in own}
     fused = {p for p, name in names.items() if fuses and getattr(own[name], "main_grad", None) is not None}
@@ -99,7 +100,7 @@ def _without_delayed_wgrads(trace: TraceCtx) -> tuple[TraceCtx, tuple[WgradProgr
             for p in part.parameters
         )
         programs.append(WgradProgram(run.python_callable(include_decorators=False), tuple(slots), run))
-    Fp8State.of(cd).wgrad_traces = tuple(program.trace for program in programs)
+    state.wgrad_traces = tuple(program.trace for program in programs)
     return trace, tuple(programs)
 
 

@@ -8,6 +8,7 @@ anew, reading this block and bound to this block's state.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
@@ -60,9 +61,14 @@ def jit_blocks(model: nn.Module, *, ignore: Collection[str] = (), **options: Any
         raise NotImplementedError("jit_blocks takes no transforms: they keep parameters of their own; jit the model")
     _check_ignored(model, ignore)
     parts: dict[str, nn.Module] = {}
-    jitted = _Copy(_Family(options, frozenset(ignore)), parts, {}).of(model, "", False)
+    jitted = _Copy(_Family(options, frozenset(ignore), _places(model)), parts, {}).of(model, "", False)
     _check_nothing_shared(parts)
     return jitted
+
+
+def _places(model: nn.Module) -> Counter[int]:
+    """How often each parameter stands in ``model``, by identity."""
+    return Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
 
 
 def _check_ignored(model: nn.Module, ignore: Collection[str]) -> None:
@@ -188,6 +194,8 @@ class _Part:
         state = Fp8State.of(self._lc_cd)
         state.full_name, state.warned = _full_names(name), family.warned
         state.optimizer_steps, state.wgrads = family.optimizer_steps, family.wgrads
+        here = _places(module)
+        state.is_used_elsewhere = lambda p: family.places[id(p)] > here[id(p)]
         self._checkpointed = state.checkpointed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -217,11 +225,12 @@ class _Part:
 class _Family:
     """What the parts of one model have in common: options, and what any of them has been compiled to.
 
-    ``before`` has the descriptions of parts that are about to be compiled: tracing may change a module.
+    ``places`` are those of the model's parameters; ``before`` has the descriptions of parts that are about to be
+    compiled: tracing may change a module.
     """
 
-    def __init__(self, options: dict[str, Any], ignore: frozenset[str]) -> None:
-        self.options, self.ignore = options, ignore
+    def __init__(self, options: dict[str, Any], ignore: frozenset[str], places: Counter[int]) -> None:
+        self.options, self.ignore, self.places = options, ignore, places
         self.warned: set[str] = set()
         self.optimizer_steps = OptimizerSteps()
         self.wgrads = WgradQueue()

@@ -56,6 +56,7 @@ class WeightNames:
         self._producers: dict[str, BoundSymbol] = {}
         self._prologue: weakref.ref[TraceCtx] | None = None
         self._parameters: dict[str, str] = {}
+        self._own: dict[str, str] = {}
 
     def of(self, weight: TensorProxy, trace: TraceCtx, prologue: TraceCtx) -> str | None:
         """Name of ``weight``, a proxy of ``trace``, that is the same in every trace of the function.
@@ -80,6 +81,14 @@ class WeightNames:
         self._read(trace, prologue)
         return self._parameters
 
+    def own_parameters(self, trace: TraceCtx, prologue: TraceCtx) -> dict[str, str]:
+        """By proxy of ``trace``, the name in the jitted module of each of its own parameters and buffers that is used.
+
+        Those of another module that the function closes over are not among them, whatever their names.
+        """
+        self._read(trace, prologue)
+        return self._own
+
     def is_parameter(self, weight: TensorProxy) -> bool:
         """Whether ``weight``, of the trace last asked about, is a parameter itself, not computed from one."""
         return weight.name in self._parameters
@@ -91,6 +100,10 @@ class WeightNames:
         if self._prologue is None or self._prologue() is not prologue:
             self._prologue = weakref.ref(prologue)
             unpacked = [b for b in prologue.bound_symbols if b.sym.id in _UNPACK_IDS and isinstance(b.output, Proxy)]
+            functions = {b.output.name for b in prologue.bound_symbols if b.sym.id is prims.PrimIDs.UNPACK_FUNCTION_OBJ}
+            modules = (b for b in prologue.bound_symbols if b.sym.id is prims.PrimIDs.UNPACK_THUNDER_MODULE)
+            own = {b.output.name for b in modules if b.args[0].name in functions}
+            self._own = {b.output.name: b.args[1] for b in unpacked if b.args[0].name in own}
             # A function may use several modules, whose parameters have equal names: the modules' own tell them apart.
             several = len({b.args[0].name for b in unpacked}) > 1
             self._parameters = {

@@ -93,6 +93,7 @@ class Fp8ForwardContext:
         checkpointed: tells a run that ``torch.utils.checkpoint`` makes in backward, which takes its first run's scales
             and moves none.
         weights: where quantized weights on CUDA devices are kept, which a captured graph reads.
+        backward_updates: the backward's scale updates, where linears are on CUDA devices.
     """
 
     def __init__(
@@ -104,9 +105,11 @@ class Fp8ForwardContext:
         recomputes: bool,
         checkpointed: CheckpointedCalls,
         weights: Sequence[WeightCache] = (),
+        backward_updates: Sequence[ScaleUpdate] | None = None,
     ) -> None:
         self._calls, self._updates, self._recomputes = calls, tuple(updates), recomputes
         self._recipes, self._checkpointed, self._weights = recipes, checkpointed, tuple(weights)
+        self._on_cuda, self._backward_updates = backward_updates is not None, tuple(backward_updates or ())
 
     def decorate(self, computation: Callable[..., Any]) -> Callable[..., Any]:
         """``computation`` inside this context."""
@@ -117,6 +120,9 @@ class Fp8ForwardContext:
             if run.again and run.call.recipes != self._recipes:
                 raise RuntimeError(_OTHER_CONTEXT)
             run.call.recipes = self._recipes
+            capturing = self._on_cuda and torch.cuda.is_current_stream_capturing()
+            if capturing:
+                self._begin_capture()
             self._calls.forward, self._calls.again = run.call, run.again
             out = computation(*args, **kwargs)
             for update in self._updates:
@@ -124,8 +130,9 @@ class Fp8ForwardContext:
             # As te.autocast: what runs without gradients does not move the scales.
             if run.gradients and not run.again:
                 self._update(run.call, remember=self._recomputes or run.checkpointed)
-            if self._weights and torch.cuda.is_current_stream_capturing():
-                self._hold_weights()
+            if capturing:
+                for weight in self._weights:
+                    weight.hold()
             return out
 
         return in_fp8
@@ -140,15 +147,20 @@ class Fp8ForwardContext:
         """Whether it is a second run of a call."""
         return self._calls.again
 
-    def end_capture(self) -> None:
-        """To be called at the end of a CUDA graph of the forward, where it holds no more than this context's inside."""
+    def take_noted(self) -> None:
+        """Raise the forward's amaxes to those that kernels of a fuser computed."""
         for update in self._updates:
             update.take_noted()
-        self._hold_weights()
 
-    def _hold_weights(self) -> None:
-        for weight in self._weights:
-            weight.hold()
+    def held_weights(self) -> list[Any]:
+        """The quantized weights that a graph of the forward reads, for as long as it is replayed."""
+        return [weight.kept for weight in self._weights]
+
+    def _begin_capture(self) -> None:
+        # What an exception left would be taken in the graph, which would read it in each replay.
+        for update in (*self._updates, *self._backward_updates):
+            for group in update.groups:
+                group.drop_noted()
 
     def _update(self, call: Call, *, remember: bool) -> None:
         for update in self._updates:

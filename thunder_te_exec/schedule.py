@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-__all__ = ["Schedule"]
+__all__ = ["Replays", "Schedule"]
 
 
 class Schedule(NamedTuple):
@@ -35,14 +35,17 @@ class Schedule(NamedTuple):
         ``layers`` are the callables of each chunk; None divides them evenly.
 
         Raises:
-            TypeError: an entry is no number.
+            TypeError: an entry is no number, or ``layers`` is no sequence of integers.
             ValueError: the entries are no schedule, or the numbers of callables or samples do not fit; the message
                 names what was expected and what was found.
         """
+        order = _entries(order)
         forwards, backwards, wgrads = _counts(order)
         chunks = max(forwards, default=0)
         microbatches = forwards[1]
         expected = {c: microbatches for c in range(1, chunks + 1)}
+        if not order:
+            raise ValueError("order: expected a forward and a backward of each chunk and microbatch, got no entry")
         if not expected or forwards != expected or backwards != expected:
             raise ValueError(
                 f"order: expected as many forwards as backwards of each of chunks 1 to {chunks}, and as many of each "
@@ -57,6 +60,8 @@ class Schedule(NamedTuple):
             if callables % chunks:
                 raise ValueError(f"callables: expected a multiple of {chunks}, the order's chunks, got {callables}")
             layers = [callables // chunks] * chunks
+        if not isinstance(layers, Sequence) or not all(isinstance(n, Integral) for n in layers):
+            raise TypeError(f"num_layers_per_chunk: expected a number for each chunk, got {layers!r}")
         if len(layers) != chunks or sum(layers) != callables or min(layers) < 1:
             raise ValueError(
                 f"num_layers_per_chunk: expected {chunks} positive numbers, one for each chunk of the order, that sum "
@@ -67,7 +72,7 @@ class Schedule(NamedTuple):
                 f"sample_args: expected {callables * microbatches}, one for each of {callables} callables and "
                 f"{microbatches} microbatches, got {samples}"
             )
-        return cls(tuple(order), tuple(layers), microbatches)
+        return cls(order, tuple(layers), microbatches)
 
     def callables(self) -> list[int]:
         """Of each forward that is captured, its callable: for each chunk, its microbatches, and of each its layers.
@@ -79,6 +84,30 @@ class Schedule(NamedTuple):
         for layers in self.layers:
             found += list(range(start, start + layers)) * self.microbatches
             start += layers
+        return found
+
+    def replays(self, differentiable: Sequence[bool], waits: Sequence[bool]) -> list[tuple[str, int]]:
+        """The order in which graphs run: "forward", "backward" or "weight gradients", and of which place.
+
+        Args:
+            differentiable: of each callable, whether it has a backward.
+            waits: whether that leaves weight gradients.
+
+        Returns:
+            Kinds with places in :meth:`callables`.
+        """
+        ran: Counter[float] = Counter()
+        found = []
+        for entry in self.order:
+            chunk, microbatch = _chunk(entry) - 1, ran[entry]
+            ran[entry] += 1
+            first, layers = sum(self.layers[:chunk]), self.layers[chunk]
+            of_chunk = [(first + i, first * self.microbatches + microbatch * layers + i) for i in range(layers)]
+            if entry > 0:
+                found += [("forward", place) for _, place in of_chunk]
+            else:
+                kind, has = ("backward", differentiable) if entry == int(entry) else ("weight gradients", waits)
+                found += [(kind, place) for layer, place in reversed(of_chunk) if has[layer]]
         return found
 
     def by_layer(self, waits: Sequence[bool]) -> Schedule:
@@ -105,22 +134,78 @@ class Schedule(NamedTuple):
         return sorted(range(len(of_callables)), key=lambda i: (of_callables[i], i))
 
 
+class Replays:
+    """Tells whether graphs that share memory are replayed in an order in which nothing is overwritten that is needed.
+
+    A later graph may have the memory of what an earlier one has no more use for: to leave graphs out does no harm, to
+    go back begins anew, and what was under way is lost.
+
+    Args:
+        events: the order of the capture: "forward", "backward" or "weight gradients", and of which graph.
+    """
+
+    def __init__(self, events: Sequence[tuple[str, int]]) -> None:
+        self._at = {event: i for i, event in enumerate(events)}
+        self._next = self._pass = 0
+
+    def forward(self, graph: int) -> int:
+        """The forward of ``graph`` is replayed now; the number of the pass that it is in."""
+        at = self._at["forward", graph]
+        if at < self._next:
+            self._pass += 1
+        self._next = at + 1
+        return self._pass
+
+    def backward(self, graph: int, number: int) -> None:
+        """Its backward is, of the forward of pass ``number``.
+
+        Raises:
+            RuntimeError: what it reads has been overwritten.
+        """
+        self._go_on("backward", graph, number)
+
+    def wgrad(self, graph: int, number: int) -> None:
+        """Its weight gradients are; where their place is not fixed, any time before its next forward.
+
+        Raises:
+            RuntimeError: what they read has been overwritten.
+        """
+        if ("weight gradients", graph) in self._at:
+            self._go_on("weight gradients", graph, number)
+
+    def _go_on(self, kind: str, graph: int, number: int) -> None:
+        at = self._at.get((kind, graph), -1)
+        if number != self._pass or at < self._next:
+            raise RuntimeError(
+                f"CUDA graphs: the {kind} of sample {graph} replayed out of the order of the capture, or twice: graphs "
+                f"that were replayed since may have overwritten what it reads; replay in the order of the schedule, or "
+                f"all forwards and then all backwards in reverse"
+            )
+        self._next = at + 1
+
+
 def _chunk(entry: float) -> int:
     return int(abs(entry))
 
 
-def _counts(order: Sequence[Any]) -> tuple[Counter[int], Counter[int], Counter[int]]:
+def _entries(order: Any) -> tuple[float, ...]:
+    """``order``, whole numbers as int."""
+    if not isinstance(order, Sequence) or isinstance(order, str):
+        raise TypeError(f"order: expected a list of numbers, got {order!r}")
+    for place, entry in enumerate(order):
+        if isinstance(entry, bool) or not isinstance(entry, Real):
+            raise TypeError(f"order[{place}]: expected c, -c or -c - 0.5 for a chunk c, got {entry!r}")
+        half = entry < 0 and entry % 1 == 0.5
+        if not abs(entry) >= 1 or entry % 1 not in (0, 0.5) or (entry % 1 and not half):
+            raise ValueError(f"order[{place}]: expected c, -c or -c - 0.5 for a chunk c of 1 and more, got {entry!r}")
+    return tuple(float(entry) if entry % 1 else int(entry) for entry in order)
+
+
+def _counts(order: Sequence[float]) -> tuple[Counter[int], Counter[int], Counter[int]]:
     """By chunk, how many forwards, backwards and weight gradients ``order`` has."""
     forwards, backwards, wgrads = Counter(), Counter(), Counter()
-    for place, entry in enumerate(order):
-        if isinstance(entry, bool) or not isinstance(entry, int | float):
-            raise TypeError(f"order[{place}]: expected c, -c or -c - 0.5 for a chunk c, got {entry!r}")
-        if not math.isfinite(entry):
-            raise ValueError(f"order[{place}]: expected c, -c or -c - 0.5 for a chunk c, got {entry!r}")
-        half = entry != int(entry)
-        if abs(entry) < 1 or (half and not (entry < 0 and entry % 1 == 0.5)):
-            raise ValueError(f"order[{place}]: expected c, -c or -c - 0.5 for a chunk c of 1 and more, got {entry!r}")
-        (wgrads if half else forwards if entry > 0 else backwards)[_chunk(entry)] += 1
+    for entry in order:
+        (wgrads if entry % 1 else forwards if entry > 0 else backwards)[_chunk(entry)] += 1
     return forwards, backwards, wgrads
 
 

@@ -137,7 +137,7 @@ def _option(name: str) -> Any:
 
 def _boolean(name: str) -> bool | None:
     value = _option(name)
-    if value not in (None, False, True):
+    if value is not None and not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {value!r}")
     return value
 

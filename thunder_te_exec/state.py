@@ -118,6 +118,10 @@ class AmaxGroup:
             amaxes = [self.history[0, i] for i in noted]
             torch._foreach_maximum_(amaxes, torch._foreach_max(list(noted.values())))
 
+    def drop_noted(self) -> None:
+        """Forget what was noted, by a call that an exception cut short."""
+        self._noted = {}
+
     @property
     def replay(self) -> AmaxGroup:
         """A group of the same tensors to quantize with earlier scales in; nobody reads the amaxes that it collects."""
@@ -184,6 +188,7 @@ class Fp8State:
         loaded: a checkpoint that was loaded before the first compilation.
         checkpointed: the calls under ``torch.utils.checkpoint``.
         full_name: the name of a weight outside of this function, where it is part of a model.
+        is_used_elsewhere: whether a parameter of this function is one outside of it too, where it is part of a model.
         wgrads: the weight gradients that wait.
         wgrad_traces: what the latest compilation delays, a trace for each program.
     """
@@ -199,6 +204,7 @@ class Fp8State:
     loaded: Loaded | None = None
     checkpointed: CheckpointedCalls = field(default_factory=CheckpointedCalls)
     full_name: Callable[[str], str] = str
+    is_used_elsewhere: Callable[[torch.Tensor], bool] = lambda _: False
     wgrads: WgradQueue = field(default_factory=WgradQueue)
     wgrad_traces: tuple[Any, ...] = ()
 

@@ -62,13 +62,17 @@ class WeightCache:
     through ``.data``, which torch does not count, is not seen.
 
     While a CUDA graph is captured nothing new is kept: what is made then has numbers only when the graph has run. A
-    trained weight is quantized in the graph, which runs once for each optimizer step.
+    trained weight is quantized by the graph, in each replay, and from then on in each call: the graph may hold the
+    optimizer's step too, of which nothing shows here.
 
     Args:
         steps: counts optimizer steps.
         transpose: makes the column-wise matrix from the row-wise one; None where only a quantizer can.
         slot: of the weight under delayed scaling, else None. A frozen weight is quantized once more when the scale has
             been computed from its amax, and not again: its scale is the same in every later step.
+
+    Attributes:
+        frozen: whether the weight was frozen when the function was last compiled for it.
     """
 
     def __init__(
@@ -79,6 +83,13 @@ class WeightCache:
         # Read and written as a whole, so that threads which call a function see one state of it.
         self._kept: _Kept | None = None
         self._in_graphs: list[_Kept] = []
+        self._quantized_by_graphs = False
+        self.frozen = False
+
+    @property
+    def kept(self) -> Any:
+        """What is kept now, to be held on to."""
+        return self._kept
 
     def hold(self) -> None:
         """A CUDA graph that has been captured reads the operand: let its memory live as long as this."""
@@ -116,7 +127,8 @@ class WeightCache:
             with torch.inference_mode(False), torch.no_grad():
                 return self.get(weight, columnwise, quantize, trace, again=again)
         capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing and weight.requires_grad:
+        self._quantized_by_graphs = self._quantized_by_graphs or (capturing and weight.requires_grad)
+        if self._quantized_by_graphs and weight.requires_grad:
             return quantize[columnwise](weight.contiguous())
         kept = self._kept
         storage = weight.untyped_storage()

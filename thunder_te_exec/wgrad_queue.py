@@ -6,9 +6,11 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from thunder_te_exec import compat
 
@@ -39,26 +41,54 @@ class WgradProgram(NamedTuple):
     slots: tuple[WgradSlot, ...]
     trace: Any
 
+    @property
+    def adds_several_times(self) -> bool:
+        """Whether more than one GEMM adds to a ``main_grad``."""
+        return sum(bsym.kwargs.get("main_grad") is not None for bsym in self.trace.bound_symbols) > 1
 
-class Waiting(NamedTuple):
-    """A program with its operands, and the parameters as backward found them, by their names in the model."""
 
-    program: WgradProgram
-    names: tuple[str, ...]
-    parameters: tuple[Callable[[], torch.Tensor | None], ...]
-    operands: tuple[Any, ...]
+class Waiting:
+    """A program with its operands, and the parameters as backward found them.
+
+    Args:
+        program: what computes the gradients.
+        names: of the parameters, in the model.
+        parameters: what gives each; None for one that is gone.
+        operands: what the program reads.
+    """
+
+    def __init__(
+        self,
+        program: WgradProgram,
+        names: Sequence[str],
+        parameters: Sequence[Callable[[], torch.Tensor | None]],
+        operands: Sequence[Any],
+    ) -> None:
+        self.program, self.names, self.operands = program, names, operands
+        self._parameters = parameters
+        read = [t for t in tree_leaves(operands) if isinstance(t, torch.Tensor) and not t.is_inference()]
+        self._versions = [(t, t._version) for t in read]
+        # What has been computed, and how many gradients of it are where they belong: an exception may come between.
+        self._grads: list[torch.Tensor | None] | None = None
+        self._done = 0
 
     def wanted(self) -> list[torch.Tensor | None]:
         """The parameters; None for one that is gone, or frozen, since."""
-        found = (parameter() for parameter in self.parameters)
+        found = (parameter() for parameter in self._parameters)
         return [p if p is not None and p.requires_grad else None for p in found]
 
     def sets(self) -> list[torch.Tensor]:
         """The parameters whose ``.grad`` is going to be set."""
-        return [p for p, slot in zip(self.wanted(), self.program.slots) if p is not None and not slot.main_grad]
+        slots = list(zip(self.wanted(), self.program.slots))[self._done :]
+        return [p for p, slot in slots if p is not None and not slot.main_grad]
 
     def work_off(self) -> None:
-        """Compute the gradients, and add them to ``.grad`` or ``main_grad``; inside ``compat.as_traced``."""
+        """Compute the gradients, and add them to ``.grad`` or ``main_grad``; inside ``compat.as_traced``.
+
+        Raises:
+            RuntimeError: what a gradient is computed from was written to in place since, or a ``main_grad`` does not
+                fit; the message names the parameters.
+        """
         wanted, slots = self.wanted(), self.program.slots
         if not any(p is not None for p in wanted):
             return
@@ -66,17 +96,46 @@ class Waiting(NamedTuple):
             None if p is None else _main_grad(p, name, slot.main_grad)
             for p, name, slot in zip(wanted, self.names, slots)
         ]
-        used = [m for m, slot in zip(main_grads, slots) if slot.main_grad]
-        grads = self.program.run(*used, *self.operands)
-        for p, main_grad, grad, slot in zip(wanted, main_grads, grads.values(), slots):
-            if p is None or grad is None:
-                continue
-            if main_grad is not None:
-                main_grad.add_(grad)
-            elif p.grad is None:
-                p.grad = grad if slot.fresh else grad.clone()
-            else:
-                p.grad.add_(grad)
+        if self._grads is None:
+            self._check_operands()
+            used = [m for m, slot in zip(main_grads, slots) if slot.main_grad]
+            with _kept_on_error(used if self.program.adds_several_times else []):
+                self._grads = list(self.program.run(*used, *self.operands).values())
+        for i in range(self._done, len(slots)):
+            p, grad = wanted[i], self._grads[i]
+            if p is not None and grad is not None:
+                _add(grad, p, main_grads[i], fresh=slots[i].fresh)
+            self._done = i + 1
+
+    def _check_operands(self) -> None:
+        if any(t._version != version for t, version in self._versions):
+            raise RuntimeError(
+                f"delayed gradients of {', '.join(self.names)}: an input, a buffer or a parameter that they are "
+                f"computed from was written to in place since backward; call backward_dw() before"
+            )
+
+
+@contextmanager
+def _kept_on_error(tensors: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    kept = [(t, t.clone()) for t in tensors if t is not None]
+    try:
+        yield
+    except BaseException:
+        for t, before in kept:
+            t.copy_(before)
+        raise
+
+
+def _add(grad: torch.Tensor, p: torch.Tensor, main_grad: torch.Tensor | None, *, fresh: bool) -> None:
+    """Add ``grad`` of ``p`` as autograd would: a first one becomes ``.grad``, with the strides of ``p``."""
+    if main_grad is not None:
+        main_grad.add_(grad)
+    elif p.grad is not None:
+        p.grad.add_(grad)
+    elif fresh and grad.stride() == p.stride():
+        p.grad = grad
+    else:
+        p.grad = torch.empty_like(p).copy_(grad)
 
 
 def _main_grad(parameter: torch.Tensor, name: str, expected: bool | None) -> torch.Tensor | None:
@@ -118,7 +177,7 @@ class WgradQueue:
 
     def __init__(self) -> None:
         self._backwards: list[_Backward] = []
-        self._lock = threading.Lock()
+        self._lock, self._works = threading.Lock(), threading.RLock()
 
     def put(self, waiting: Sequence[Waiting]) -> None:
         """Let ``waiting`` wait from the end of the backward under way; of one that raises nothing is left."""
@@ -137,9 +196,12 @@ class WgradQueue:
         return [backward.waiting[number] for backward, number in self._oldest(prefix)]
 
     def work_off(self, prefix: str) -> bool:
-        """Work off :meth:`oldest`; whether there was any. What an exception interrupts stays, with what follows."""
-        oldest = self._oldest(prefix)
-        with compat.as_traced():
+        """Work off :meth:`oldest`; whether there was any. What an exception interrupts stays, with what follows.
+
+        One thread at a time.
+        """
+        with self._works, compat.as_traced():
+            oldest = self._oldest(prefix)
             for backward, number in oldest:
                 backward.waiting[number].work_off()
                 with self._lock:
