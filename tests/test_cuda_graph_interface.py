@@ -12,6 +12,7 @@ from pipeline import INTERLEAVED, Layer
 from programs import every_even_linear_frozen
 from thunder_te_exec import CUDAGraphTransform, fp8_state_dict, jit_blocks, make_graphed_callables, te_ex
 from thunder_te_exec.checkpoint import fp8_state_kept
+from thunder_te_exec.graphed_layer import GraphedLayer, left_as_they_were
 from thunder_te_exec.recipe import DelayedScaling
 from traces import as_text
 
@@ -168,6 +169,22 @@ def test_state_is_kept_of_linears_that_had_run_and_of_those_that_had_not(jit) ->
         assert moved(fp8_state_dict(function), before)
         raise ZeroDivisionError
     assert not moved(fp8_state_dict(function), before)
+
+
+def test_gradients_buffers_and_random_numbers_are_left_as_they_were_by_a_capture_that_fails() -> None:
+    module = torch.nn.Sequential(Layer(), torch.nn.Dropout(0.5))
+    module.register_buffer("count", torch.zeros(1))
+    function = thunder.jit(module, executors=[te_ex])
+    layer = GraphedLayer(function, "callables[0]", delay_wgrad=False, keeps_operands=False)
+    step(function)
+    grads, random = [p.grad for p in module.parameters()], torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError), left_as_they_were([layer]):
+        module.zero_grad()
+        function(sample())
+        module.count.add_(1)
+        raise ZeroDivisionError
+    assert all(p.grad is grad for p, grad in zip(module.parameters(), grads)) and not module.count.any()
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 @pytest.mark.parametrize("keep", (None, True))

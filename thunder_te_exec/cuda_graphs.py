@@ -245,8 +245,8 @@ class GraphedCallable:
             change = pin.change(tensors.get(key))
             if change:
                 raise RuntimeError(
-                    f"{name} {change} since CUDA graphs were captured, which go on reading what was there: write to "
-                    f"trained parameters in place, or capture again"
+                    f"{name} {change} since CUDA graphs were captured, and they go on reading what was there: write "
+                    f"to trained parameters in place, or capture again"
                 )
         if self._waits is not None:
             raise RuntimeError("weight gradients of this callable's last backward wait: call backward_dw() first")

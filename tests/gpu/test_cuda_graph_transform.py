@@ -6,6 +6,7 @@ import pytest
 import thunder_te_exec  # noqa: F401  (before thunder)
 import thunder
 import torch
+import torch.utils.checkpoint
 from programs import Checkpointed, LoraMLP
 from steps import same
 from thunder.executors.torch_compile import torch_compile_ex
@@ -143,3 +144,34 @@ def test_graphs_are_captured_anew_when_a_frozen_weight_was_written_to_or_a_param
                     module.gate.lora_A.weight = half
                     function._overrides_parameters["gate.lora_A.weight"] = half
         assert same(*(step(module, function, n, 2, 16, 64) for module, function in pairs)), f"step {n}"
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_calls_under_a_checkpoint_give_the_same_bits(recipe, reentrant) -> None:
+    pairs = two(LoraMLP, RECIPES[recipe]())
+
+    def checkpointed(function):
+        def run(x):
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=reentrant)
+            return x
+
+        return run
+
+    for n in range(8):
+        found = [step(module, checkpointed(function), n, 2, 16, 64) for module, function in pairs]
+        assert same(*found), f"step {n}"
+
+
+def test_more_backwards_of_a_call_than_calls_give_the_same_bits() -> None:
+    pairs = two(LoraMLP, Float8CurrentScaling())
+    for n in range(6):
+        found = []
+        for _, function in pairs:
+            x = batch(n, 2, 16, 64).requires_grad_()
+            y = function(x)
+            for k in range(4):
+                (grad,) = torch.autograd.grad(y, x, batch(n + k, 2, 16, 64), retain_graph=True)
+                found.append(grad.clone())
+        assert same(found[:4], found[4:]), f"step {n}"

@@ -186,3 +186,20 @@ def test_a_graph_reads_the_frozen_weights_that_it_was_captured_with(recipe) -> N
         graph.replay()
         assert same(before, training.found(y))
     del scribbled
+
+
+def test_a_call_between_replays_that_step_the_optimizer_quantizes_the_weights_of_now() -> None:
+    recipe = Float8CurrentScaling()
+    training = Training.of(trained(recipe), recipe, te_weight_cache=True)
+    training.warm_up()
+    training.load(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        training.run()
+        training.optimizer_step()
+    for _ in range(3):
+        graph.replay()
+        with torch.no_grad():
+            now = training.compiled(training.x)
+            fresh = thunder.jit(training.module, executors=[te_ex], te_fp8_recipe=recipe)
+            assert torch.equal(now, fresh(training.x))

@@ -186,23 +186,71 @@ def test_weight_gradients_wait_until_they_are_worked_off() -> None:
     assert ran == [True] and not graphed.need_backward_dw()
 
 
-def test_a_frozen_weight_that_is_written_to_is_refused_and_a_trained_one_is_not() -> None:
+def replaced(module: nn.Module, function: nn.Module, name: str) -> None:
+    """Put another parameter where calls of ``function`` look for it."""
+    new = nn.Parameter(module.get_parameter(name).detach().clone())
+    if name in function._overrides_parameters:
+        function._overrides_parameters[name] = new
+    path, _, key = name.rpartition(".")
+    setattr(module.get_submodule(path), key, new)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        (
+            lambda fn, _: fn.frozen.weight.data.mul_(1) and fn.frozen.weight.requires_grad_(False).mul_(0.5),
+            "written to",
+        ),
+        (lambda fn, _: setattr(fn.trained.weight, "data", fn.trained.weight.data.clone()), "has other memory"),
+        (lambda fn, _: fn.frozen.weight.requires_grad_(), "was frozen or unfrozen"),
+        (lambda fn, function: replaced(fn, function, "norm.weight"), "is another tensor"),
+    ),
+    ids=("written to", "moved", "unfrozen", "replaced"),
+)
+def test_a_parameter_that_graphs_do_not_read_any_more_is_refused_by_name(change, message) -> None:
     (fn,) = layers()
-    graphed = make_graphed_callables(jitted(fn), (sample(),))
+    function = jitted(fn)
+    graphed = make_graphed_callables(function, (sample(),))
     with torch.no_grad():
-        fn.trained.weight.mul_(0.5)
+        fn.trained.weight.mul_(0.5)  # as an optimizer does
         graphed(sample())
-        fn.frozen.weight.mul_(0.5)
-    with pytest.raises(RuntimeError, match="frozen.weight: this frozen weight was written to"):
+        change(fn, function)
+    with pytest.raises(RuntimeError, match=rf"(frozen|trained|norm).weight .*{message}"):
         graphed(sample())
 
 
-def test_a_parameter_that_moves_is_refused() -> None:
+def test_a_backward_that_was_overwritten_or_has_run_is_refused() -> None:
     (fn,) = layers()
     graphed = make_graphed_callables(jitted(fn), (sample(),))
-    fn.trained.weight.data = fn.trained.weight.data.clone()
-    with pytest.raises(RuntimeError, match="trained.weight: the parameter has other memory"):
-        graphed(sample())
+    first, second = graphed(sample()), graphed(sample())
+    with pytest.raises(RuntimeError, match="out of the order of the capture"):
+        first.sum().backward()
+    second.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="or twice"):
+        second.sum().backward()
+    graphed(sample()).sum().backward()
+
+
+def test_a_gradient_of_the_output_leaves_nothing_to_wait() -> None:
+    (fn,) = layers()
+    graphed = make_graphed_callables(jitted(fn, te_delay_wgrad=True), (sample(),), delay_wgrad=True)
+    y = graphed(sample())
+    torch.autograd.grad(y.sum(), y, retain_graph=True)
+    assert not graphed.need_backward_dw()
+    y.sum().backward()
+    assert graphed.need_backward_dw()
+
+
+def test_gradients_of_an_input_accumulate() -> None:
+    (fn,), (other,) = layers(), layers()
+    functions = make_graphed_callables(jitted(fn), (sample(),)), jitted(other)
+    x = sample()
+    xs = x, x.detach().clone().requires_grad_()
+    for n in range(3):
+        for function, x in zip(functions, xs):
+            (function(x).sum() * 2.0**n).backward()
+    assert torch.equal(*(x.grad for x in xs))
 
 
 def test_what_is_not_on_a_cuda_device_is_refused() -> None:
@@ -234,8 +282,9 @@ def test_what_a_capture_ran_leaves_no_trace(delay) -> None:
     make_graphed_callables(function, (sample(),), delay_wgrad=delay)
     assert bool((fn.trained.weight.grad == 3).all()) and fn.norm.weight.grad is None
     state = fp8_state_dict(function)
-    scales = [t for name, t in state.items() if name.endswith(".scale")]
-    histories = [t for name, t in state.items() if name.endswith(".amax_history")]
+    moving = {name: t for name, t in state.items() if not name.startswith("frozen.weight")}  # which is quantized once
+    scales = [t for name, t in moving.items() if name.endswith(".scale")]
+    histories = [t for name, t in moving.items() if name.endswith(".amax_history")]
     assert scales and all(bool((t == 1).all()) for t in scales) and all(bool((t == 0).all()) for t in histories)
 
 
