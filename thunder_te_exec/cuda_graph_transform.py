@@ -10,7 +10,8 @@ import torch
 
 from thunder_te_exec import compat  # noqa: F401  (before thunder)
 
-from thunder.core.proxies import ProxyTag
+from thunder.core.proxies import Proxy, ProxyTag
+from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceTag
 from thunder.core.vjp_utils import get_saved_for_backward_tensors
@@ -31,11 +32,12 @@ _WARM_UP = 3
 class CUDAGraphTransform(cudagraph.CUDAGraphTransform):
     """Runs the forward and the backward of a jitted function as CUDA graphs, from the fourth call on.
 
-    ``thunder.jit(model, executors=[te_ex], transforms=[CUDAGraphTransform()])``. What thunder's transform of this name
-    says holds: outputs are overwritten by the next call. FP8 state moves as it does without graphs: scales are updated
-    outside of them, once a call. Python runs what ``torch.utils.checkpoint`` runs again, under delayed scaling a second
-    backward of one call, and where a parameter has other memory or a frozen matrix was written to, the next calls,
-    before graphs are captured anew. Gradients that ``torch.autograd.grad`` gives are overwritten by the next backward.
+    ``thunder.jit(model, executors=[te_ex], transforms=[CUDAGraphTransform()])``. What is returned is a copy of what the
+    graph wrote; what thunder's transform of this name returns is overwritten by the next call. FP8 state moves as it
+    does without graphs: scales are updated outside of them, once a call. Python runs what ``torch.utils.checkpoint``
+    runs again, under delayed scaling a second backward of one call, and where a parameter has other memory or a frozen
+    matrix was written to, the next calls, before graphs are captured anew. Gradients that ``torch.autograd.grad`` gives
+    are overwritten by the next backward.
 
     Raises:
         NotImplementedError: while compiling, with ``te_delay_wgrad=True``, whose gradients wait for longer than what
@@ -47,6 +49,7 @@ class CUDAGraphTransform(cudagraph.CUDAGraphTransform):
     def __init__(self, *, share_mem_pool: bool = False) -> None:
         super().__init__(share_mem_pool=share_mem_pool)
         self.cuda_graph_runner = _Runner(share_mem_pool=share_mem_pool)
+        self._returned: frozenset[str] = frozenset()
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
         # These are calls of Python's, once for each backward.
@@ -63,6 +66,7 @@ class CUDAGraphTransform(cudagraph.CUDAGraphTransform):
             for bsym in region.bound_symbols
         ]
         fused = super().fuse(region, fusion_counter)
+        self.cuda_graph_runner.copied[fused.sym.name] = [o.name in self._returned for o in fused.output]
         (context,) = (c for c in contexts["_object_ctx"].values() if isinstance(c, Fp8ForwardContext))
         self.cuda_graph_runner.contexts[fused.sym.name] = context
         return fused.from_bsym(**contexts)
@@ -82,12 +86,22 @@ class CUDAGraphTransform(cudagraph.CUDAGraphTransform):
                 if is_static:
                     proxy.tags.add(ProxyTag.STATIC_MEMORY_LOCATION)
             self.outputs_from_forward = None
+        self._returned = _returned(trace)
         new = self.generate_fused_trace(trace, **kwargs)
         if TraceTag.AUGMENTED_FORWARD in new.tags:
             made = {o.name for bsym in new.bound_symbols if bsym.sym.executor is self for o in bsym.flat_proxy_outs}
+            made -= self._returned
             saved = get_saved_for_backward_tensors(new)
             self.outputs_from_forward = [o.name in made or ProxyTag.STATIC_MEMORY_LOCATION in o.tags for o in saved]
         return new
+
+
+def _returned(trace: TraceCtx) -> frozenset[str]:
+    """What a forward ``trace`` returns to the caller, by name."""
+    returned = trace.bound_symbols[-1].args
+    if TraceTag.AUGMENTED_FORWARD in trace.tags:
+        returned = returned[0]["flat_output"]  # the rest is for thunder and for backward
+    return frozenset(o.name for o in tree_flatten(returned)[0] if isinstance(o, Proxy))
 
 
 class _Graph(NamedTuple):
@@ -112,11 +126,13 @@ class _Runner(cudagraph.CUDAGraphRunner):
 
     Attributes:
         contexts: by the name of a region with linears, the FP8 context that its trace runs in.
+        copied: by that name, which of its outputs the caller gets.
     """
 
     def __init__(self, *, share_mem_pool: bool) -> None:
         super().__init__(share_mem_pool=share_mem_pool)
         self.contexts: dict[str, Fp8ForwardContext] = {}
+        self.copied: dict[str, list[bool]] = {}
         self._runs: Counter[Any] = Counter()
         self._replays: Counter[str] = Counter()
 
@@ -198,7 +214,7 @@ class _Runner(cudagraph.CUDAGraphRunner):
             return captured.outputs
         self._replays[fn_name] += 1
         context.call.graph_replay = fn_name, self._replays[fn_name]
-        return [_of_this_call(o, context) for o in captured.outputs]
+        return [_of_this_call(o, context, copy) for o, copy in zip(captured.outputs, self.copied[fn_name])]
 
     def _check_not_overwritten(self, linears: Sequence[LinearContext]) -> None:
         for fn_name, number in (ctx.call.graph_replay for ctx in linears if ctx.call.graph_replay is not None):
@@ -234,9 +250,11 @@ def _detached(arg: Any) -> Any:
     return arg.detach() if isinstance(arg, torch.Tensor) else arg
 
 
-def _of_this_call(output: Any, context: Fp8ForwardContext) -> Any:
+def _of_this_call(output: Any, context: Fp8ForwardContext, copy: bool) -> Any:
     """``output`` of a graph for one call: autograd writes to a tensor which call it came from."""
-    return output._replace(call=context.call) if isinstance(output, LinearContext) else _detached(output)
+    if isinstance(output, LinearContext):
+        return output._replace(call=context.call)
+    return output.clone() if copy else _detached(output)
 
 
 def _without_call(arg: Any) -> Any:

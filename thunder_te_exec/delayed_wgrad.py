@@ -17,8 +17,9 @@ class DelayedWgrad:
     """The weight and bias gradients that backward left to wait, for ``te_delay_wgrad=True``.
 
     What a backward left is worked off by one :meth:`backward_dw`, that of the oldest backward first. Gradients add to
-    ``.grad`` as autograd's would, to the last bit. autograd's own hooks of these parameters know nothing of them. A
-    backward that raises leaves nothing; what it leaves waits when it has ended.
+    ``.grad`` as autograd's would, to the last bit where one backward gives a parameter one gradient. autograd's own
+    hooks of these parameters know nothing of them. A backward that raises leaves nothing; what it leaves waits when it
+    has ended.
 
     Args:
         jitted: what ``thunder.jit`` or ``jit_blocks`` returned.
