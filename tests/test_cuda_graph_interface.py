@@ -44,7 +44,11 @@ def test_graphs_without_a_cuda_device_are_refused() -> None:
         ({"num_layers_per_chunk": [2]}, "num_layers_per_chunk: expected with an order"),
         ({"order": INTERLEAVED}, "sample_args: expected 8"),
         ({"order": [1, -1, 2]}, "as many forwards as backwards"),
-        ({"delay_wgrad": True}, r"callables\[0\]: jitted with te_delay_wgrad=False, and delay_wgrad=True"),
+        ({"delay_wgrad": True}, "order: expected one with delay_wgrad=True and several callables"),
+        (
+            {"delay_wgrad": True, "order": [1, -1, -1.5]},
+            r"callables\[0\]: jitted with te_delay_wgrad=False, and delay_wgrad=True",
+        ),
     ),
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(given, message) -> None:
@@ -175,7 +179,7 @@ def test_gradients_buffers_and_random_numbers_are_left_as_they_were_by_a_capture
     module = torch.nn.Sequential(Layer(), torch.nn.Dropout(0.5))
     module.register_buffer("count", torch.zeros(1))
     function = thunder.jit(module, executors=[te_ex])
-    layer = GraphedLayer(function, "callables[0]", delay_wgrad=False, keeps_operands=False)
+    layer = GraphedLayer(function, "callables[0]", delay_wgrad=False)
     step(function)
     grads, random = [p.grad for p in module.parameters()], torch.get_rng_state()
     with pytest.raises(ZeroDivisionError), left_as_they_were([layer]):

@@ -24,10 +24,10 @@ class Call:
         forward_updates: by group, how often these had been computed anew by then.
         backward_scales: by group, the scales that gradients were quantized with; empty until a backward has run.
         random_states: by linear, the device's random state when its gradient was rounded stochastically.
-        graph_replay: which replay of which CUDA graph it was (``thunder_te_exec.cuda_graph_transform``); None for none.
+        graph_replays: by region, which replay of its CUDA graph the forward was (``cuda_graph_transform``).
     """
 
-    __slots__ = ("backward_scales", "forward_scales", "forward_updates", "graph_replay", "random_states", "recipes")
+    __slots__ = ("backward_scales", "forward_scales", "forward_updates", "graph_replays", "random_states", "recipes")
 
     def __init__(self) -> None:
         self.recipes: tuple[int, ...] = ()
@@ -35,7 +35,7 @@ class Call:
         self.forward_updates: dict[Any, int] = {}
         self.backward_scales: dict[Any, torch.Tensor] = {}
         self.random_states: dict[Any, torch.Tensor] = {}
-        self.graph_replay: tuple[str, int] | None = None
+        self.graph_replays: dict[str, int] = {}
 
 
 class Calls(threading.local):

@@ -228,18 +228,19 @@ def all_compile_data(fn: Any) -> list[Any]:
 
 def number_read_on_host(fn: Any) -> str:
     """What reads a tensor's number in a program that ``fn``, jitted, was compiled to; empty where nothing does."""
-    from thunder.core.prims import PrimIDs
-
     all_stats = [fn._lc_cs] if hasattr(fn, "_lc_cs") else [forward._lc_cs for forward in _jitted_forwards(fn)]
     for entry in (entry for compile_stats in all_stats for entry in list.__iter__(compile_stats.interpreter_cache)):
         for bsym in entry.computation_traces[0].bound_symbols:
-            if _contains(bsym, PrimIDs.ITEM):
+            if reads_number_on_host(bsym):
                 return bsym.sym.name
     return ""
 
 
-def _contains(bsym: Any, prim: Any) -> bool:
-    return bsym.sym.id is prim or any(_contains(part, prim) for part in bsym.subsymbols)
+def reads_number_on_host(bsym: Any) -> bool:
+    """Whether ``bsym``, or what it consists of, reads a tensor's number, as ``Tensor.item`` does."""
+    from thunder.core.prims import PrimIDs
+
+    return bsym.sym.id is PrimIDs.ITEM or any(map(reads_number_on_host, bsym.subsymbols))
 
 
 def has_jitted(module: torch.nn.Module) -> bool:

@@ -36,8 +36,7 @@ class CUDAGraphTransform(cudagraph.CUDAGraphTransform):
     graph wrote; what thunder's transform of this name returns is overwritten by the next call. FP8 state moves as it
     does without graphs: scales are updated outside of them, once a call. Python runs what ``torch.utils.checkpoint``
     runs again, under delayed scaling a second backward of one call, and where a parameter has other memory or a frozen
-    matrix was written to, the next calls, before graphs are captured anew. Gradients that ``torch.autograd.grad`` gives
-    are overwritten by the next backward.
+    matrix was written to, the next calls, before graphs are captured anew.
 
     Raises:
         NotImplementedError: while compiling, with ``te_delay_wgrad=True``, whose gradients wait for longer than what
@@ -53,23 +52,27 @@ class CUDAGraphTransform(cudagraph.CUDAGraphTransform):
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
         # These are calls of Python's, once for each backward.
-        return bsym.sym not in (te_sync_fp8_meta_bwd, te_differentiable_once) and super().can_fuse(bsym)
+        calls = bsym.sym in (te_sync_fp8_meta_bwd, te_differentiable_once)
+        return not calls and not compat.reads_number_on_host(bsym) and super().can_fuse(bsym)
 
     def fuse(self, region: Region, fusion_counter: int) -> BoundSymbol:
         linears = [bsym for bsym in region.bound_symbols if is_te_linear(bsym)]
         if not linears:
-            return super().fuse(region, fusion_counter)
+            return self._with_copies(super().fuse(region, fusion_counter))
         # The trace is to run in the FP8 context, and not the region, of which Python runs nothing when it is replayed.
         contexts = {"_import_ctx": linears[0]._import_ctx, "_object_ctx": linears[0]._object_ctx}
         region.bound_symbols = [
             bsym.from_bsym(_import_ctx={}, _object_ctx={}) if is_te_linear(bsym) else bsym
             for bsym in region.bound_symbols
         ]
-        fused = super().fuse(region, fusion_counter)
-        self.cuda_graph_runner.copied[fused.sym.name] = [o.name in self._returned for o in fused.output]
+        fused = self._with_copies(super().fuse(region, fusion_counter))
         (context,) = (c for c in contexts["_object_ctx"].values() if isinstance(c, Fp8ForwardContext))
         self.cuda_graph_runner.contexts[fused.sym.name] = context
         return fused.from_bsym(**contexts)
+
+    def _with_copies(self, fused: BoundSymbol) -> BoundSymbol:
+        self.cuda_graph_runner.copied[fused.sym.name] = [o.name in self._returned for o in fused.output]
+        return fused
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         """As thunder's, which finds what backward unpacks by its place, where there are tensors alone."""
@@ -97,7 +100,7 @@ class CUDAGraphTransform(cudagraph.CUDAGraphTransform):
 
 
 def _returned(trace: TraceCtx) -> frozenset[str]:
-    """What a forward ``trace`` returns to the caller, by name."""
+    """What ``trace`` returns to the caller or to autograd, by name."""
     returned = trace.bound_symbols[-1].args
     if TraceTag.AUGMENTED_FORWARD in trace.tags:
         returned = returned[0]["flat_output"]  # the rest is for thunder and for backward
@@ -126,7 +129,7 @@ class _Runner(cudagraph.CUDAGraphRunner):
 
     Attributes:
         contexts: by the name of a region with linears, the FP8 context that its trace runs in.
-        copied: by that name, which of its outputs the caller gets.
+        copied: by the name of each region, which of its outputs the caller or autograd gets: copies.
     """
 
     def __init__(self, *, share_mem_pool: bool) -> None:
@@ -146,18 +149,21 @@ class _Runner(cudagraph.CUDAGraphRunner):
         self._check_not_overwritten(linears)
         fn, static = self.python_callables[fn_name]
         context = self.contexts.get(fn_name)
+        runs_again = context is not None and context.runs_again
         if context is not None:
-            context.call.graph_replay = None
+            context.call.graph_replays.pop(fn_name, None)
+        if runs_again:
+            context.call.graph_replays.clear()  # its backward reads what this run gives
         key = self.make_cache_key(fn_name, *args)
         if self._is_stale(key, args, static):
             del self.cuda_graph_cache[key], self._runs[key]
-        if (context is not None and context.runs_again) or any(ctx.call.backward_scales for ctx in linears):
+        if runs_again or any(ctx.call.backward_scales for ctx in linears):
             return fn(*args)
         if key not in self.cuda_graph_cache and self._runs[key] < _WARM_UP:
             self._runs[key] += 1
             # As the graph's own buffers will be, for which a fuser would compile anew while it is captured.
             return fn(*(arg if is_static else _detached(arg) for arg, is_static in zip(args, static)))
-        if any(ctx.call.graph_replay is None for ctx in linears):
+        if not all(ctx.call.graph_replays for ctx in linears):
             return fn(*args)  # its forward was run by Python: what it reads is not where a graph's forward writes it
         if key not in self.cuda_graph_cache:
             self.cuda_graph_cache[key] = self._capture(fn, args, static, linears, context)
@@ -210,14 +216,13 @@ class _Runner(cudagraph.CUDAGraphRunner):
             if isinstance(to, torch.Tensor) and _has_other_memory(arg, to):
                 to.copy_(arg)
         captured.graph.replay()
-        if context is None:
-            return captured.outputs
-        self._replays[fn_name] += 1
-        context.call.graph_replay = fn_name, self._replays[fn_name]
+        if context is not None:
+            self._replays[fn_name] += 1
+            context.call.graph_replays[fn_name] = self._replays[fn_name]
         return [_of_this_call(o, context, copy) for o, copy in zip(captured.outputs, self.copied[fn_name])]
 
     def _check_not_overwritten(self, linears: Sequence[LinearContext]) -> None:
-        for fn_name, number in (ctx.call.graph_replay for ctx in linears if ctx.call.graph_replay is not None):
+        for fn_name, number in (replay for ctx in linears for replay in ctx.call.graph_replays.items()):
             if number != self._replays[fn_name]:
                 raise RuntimeError(
                     "CUDAGraphTransform: backward of a call after which the function was called again, whose graph "
@@ -250,9 +255,9 @@ def _detached(arg: Any) -> Any:
     return arg.detach() if isinstance(arg, torch.Tensor) else arg
 
 
-def _of_this_call(output: Any, context: Fp8ForwardContext, copy: bool) -> Any:
+def _of_this_call(output: Any, context: Fp8ForwardContext | None, copy: bool) -> Any:
     """``output`` of a graph for one call: autograd writes to a tensor which call it came from."""
-    if isinstance(output, LinearContext):
+    if context is not None and isinstance(output, LinearContext):
         return output._replace(call=context.call)
     return output.clone() if copy else _detached(output)
 

@@ -84,10 +84,7 @@ def make_graphed_callables(
         return graphed
     samples = _samples(callables, sample_args, sample_kwargs, num_warmup_iters)
     schedule = _schedule(order, len(callables), len(samples), num_layers_per_chunk, delay_wgrad)
-    layers = [
-        GraphedLayer(module, f"callables[{i}]", delay_wgrad=delay_wgrad, keeps_operands=schedule is None)
-        for i, module in enumerate(callables)
-    ]
+    layers = [GraphedLayer(module, f"callables[{i}]", delay_wgrad=delay_wgrad) for i, module in enumerate(callables)]
     _check_modes(layers, schedule)
     _check_device()
     of_samples = layers if schedule is None else [layers[i] for i in schedule.callables()]
@@ -132,6 +129,11 @@ def _schedule(
         raise ValueError("num_layers_per_chunk: expected with an order, which names the chunks, alone")
     if samples != callables:
         raise ValueError(f"sample_args: expected {callables}, one for each of the callables, got {samples}")
+    if delay_wgrad and callables > 1:
+        raise ValueError(
+            "order: expected one with delay_wgrad=True and several callables, which says where the weight gradients of "
+            "each run, for graphs share memory; those of a chain run after it with order=[1, -1, -1.5]"
+        )
     return None
 
 
@@ -185,6 +187,7 @@ def _graphed(
     if schedule is None:
         events = [("forward", i) for i in range(len(layers))]
         events += [("backward", i) for i in reversed(range(len(layers))) if differentiable[i]]
+        events += [("weight gradients", i) for i in range(len(layers)) if waits[i]]  # of one
     else:
         events = schedule.replays(differentiable, waits)
     replays = Replays(events)
@@ -198,7 +201,7 @@ def _graphed(
 
 
 class _OwnGradient(torch.autograd.Function):
-    """The tensor itself, whose gradient is a copy: a leaf's becomes its ``.grad``, and the next replay writes to it."""
+    """The tensor itself, whose gradient is a copy: the next replay writes to what autograd may keep as a ``.grad``."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
@@ -210,7 +213,7 @@ class _OwnGradient(torch.autograd.Function):
 
 
 def _with_own_gradient(t: Any) -> Any:
-    return _OwnGradient.apply(t) if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad else t
+    return _OwnGradient.apply(t) if isinstance(t, torch.Tensor) and t.requires_grad else t
 
 
 class GraphedCallable:

@@ -29,8 +29,6 @@ class GraphedLayer:
         module: jitted.
         name: what messages call it.
         delay_wgrad: whether its weight gradients are to have graphs of their own.
-        keeps_operands: whether weight gradients may be worked off after backwards of others, whose graphs would get the
-            memory of what they are computed from.
 
     Attributes:
         differentiable: whether it has a backward.
@@ -42,7 +40,7 @@ class GraphedLayer:
         ValueError: it has hooks, graphs of another kind, gradients that wait, or another ``te_delay_wgrad``.
     """
 
-    def __init__(self, module: Any, name: str, *, delay_wgrad: bool, keeps_operands: bool) -> None:
+    def __init__(self, module: Any, name: str, *, delay_wgrad: bool) -> None:
         try:
             of_parts = compat.all_compile_data(module)
         except TypeError as e:
@@ -62,7 +60,6 @@ class GraphedLayer:
         self._wgrads = DelayedWgrad(module) if delay_wgrad else None
         if self._wgrads is not None and self._wgrads.need_backward_dw():
             raise ValueError(f"{name}: weight gradients wait: call its backward_dw() before graphs are captured")
-        self._keeps_operands, self._operands = keeps_operands, []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -114,8 +111,6 @@ class GraphedLayer:
             p.grad = None
         capturing = torch.cuda.is_current_stream_capturing()
         try:
-            if capturing and self._keeps_operands:
-                self._operands += self._states[0].wgrads.oldest("")
             self._wgrads.backward_dw()
             if capturing:
                 self.captured.append([(p, p.grad) for p in parameters])
@@ -138,8 +133,8 @@ class GraphedLayer:
         ]
 
     def release(self) -> None:
-        """Let go of what graphs read and write."""
-        self._operands, self.captured = [], []
+        """Let go of what graphs write."""
+        self.captured = []
 
 
 def _check_hooks(module: torch.nn.Module, name: str) -> None:

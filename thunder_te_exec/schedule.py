@@ -165,13 +165,12 @@ class Replays:
         self._go_on("backward", graph, number)
 
     def wgrad(self, graph: int, number: int) -> None:
-        """Its weight gradients are; where their place is not fixed, any time before its next forward.
+        """Its weight gradients are.
 
         Raises:
             RuntimeError: what they read has been overwritten.
         """
-        if ("weight gradients", graph) in self._at:
-            self._go_on("weight gradients", graph, number)
+        self._go_on("weight gradients", graph, number)
 
     def _go_on(self, kind: str, graph: int, number: int) -> None:
         at = self._at.get((kind, graph), -1)

@@ -99,7 +99,8 @@ class Waiting:
         if self._grads is None:
             self._check_operands()
             used = [m for m, slot in zip(main_grads, slots) if slot.main_grad]
-            with _kept_on_error(used if self.program.adds_several_times else []):
+            restores = self.program.adds_several_times and not any(m.is_cuda and _is_capturing() for m in used)
+            with _kept_on_error(used if restores else []):
                 self._grads = list(self.program.run(*used, *self.operands).values())
         for i in range(self._done, len(slots)):
             p, grad = wanted[i], self._grads[i]
@@ -113,6 +114,10 @@ class Waiting:
                 f"delayed gradients of {', '.join(self.names)}: an input, a buffer or a parameter that they are "
                 f"computed from was written to in place since backward; call backward_dw() before"
             )
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

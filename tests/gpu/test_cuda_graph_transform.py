@@ -175,3 +175,33 @@ def test_more_backwards_of_a_call_than_calls_give_the_same_bits() -> None:
                 (grad,) = torch.autograd.grad(y, x, batch(n + k, 2, 16, 64), retain_graph=True)
                 found.append(grad.clone())
         assert same(found[:4], found[4:]), f"step {n}"
+
+
+@pytest.mark.parametrize(
+    "reads", (lambda x: x, lambda x: x + 0, lambda x: x.view(2, 16, 64)), ids=("it", "sum", "view")
+)
+def test_gradients_of_an_input_accumulate(reads) -> None:
+    pairs = two(LoraMLP, Float8CurrentScaling())
+    xs = [batch(0, 2, 16, 64).requires_grad_() for _ in pairs]
+    for n in range(8):
+        for x, (_, function) in zip(xs, pairs):
+            function(reads(x)).backward(batch(n, 2, 16, 64))
+    assert torch.equal(*(x.grad for x in xs))
+
+
+def test_outputs_are_copies_of_what_has_no_fp8_linear_too() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.gelu(x * self.w)
+
+    pairs = two(Scaled, Float8CurrentScaling())
+    for n in range(8):
+        found = []
+        for _, function in pairs:
+            with torch.no_grad():
+                found.append([function(batch(n + k, 2, 16, 64)) for k in range(2)])
+        assert same(*found), f"step {n}"

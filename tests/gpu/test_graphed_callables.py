@@ -113,15 +113,18 @@ def gradients(functions, x: torch.Tensor, finish=()) -> list[torch.Tensor]:
     return [y.detach().clone(), leaf.grad]
 
 
-def test_a_chain_without_an_order_works_off_its_weight_gradients_after_all_of_backward() -> None:
+def test_a_chain_works_off_its_weight_gradients_after_all_of_backward() -> None:
     fns, others = layers(3), layers(3)
     graphed = make_graphed_callables(
-        tuple(jitted(fn, te_delay_wgrad=True) for fn in fns), tuple((sample(),) for _ in fns), delay_wgrad=True
+        tuple(jitted(fn, te_delay_wgrad=True) for fn in fns),
+        tuple((sample(),) for _ in fns),
+        order=[1, -1, -1.5],
+        delay_wgrad=True,
     )
     called = [jitted(fn, te_delay_wgrad=True) for fn in others]
     for _ in range(3):
         x = sample()
-        assert same(gradients(graphed, x, graphed), gradients(called, x, [DelayedWgrad(c) for c in called]))
+        assert same(gradients(graphed, x, graphed[::-1]), gradients(called, x, [DelayedWgrad(c) for c in called]))
         for fn, other in zip(fns, others):
             assert same_gradients(*({n: p.grad for n, p in m.named_parameters()} for m in (fn, other)))
 
@@ -239,14 +242,17 @@ def test_a_gradient_of_the_output_leaves_nothing_to_wait() -> None:
     assert graphed.need_backward_dw()
 
 
-def test_gradients_of_an_input_accumulate() -> None:
+@pytest.mark.parametrize(
+    "reads", (lambda x: x, lambda x: x + 0, lambda x: x.view(32, 64)), ids=("itself", "sum", "view")
+)
+def test_gradients_of_an_input_accumulate(reads) -> None:
     (fn,), (other,) = layers(), layers()
     functions = make_graphed_callables(jitted(fn), (sample(),)), jitted(other)
     x = sample()
     xs = x, x.detach().clone().requires_grad_()
     for n in range(3):
         for function, x in zip(functions, xs):
-            (function(x).sum() * 2.0**n).backward()
+            (function(reads(x)).sum() * 2.0**n).backward()
     assert torch.equal(*(x.grad for x in xs))
 
 
