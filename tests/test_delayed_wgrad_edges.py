@@ -239,3 +239,26 @@ def test_what_would_delay_nothing_is_said() -> None:
         DelayedWgrad(function, function.linear)
     with pytest.raises(TypeError, match="expected a function, got 3"):
         DelayedWgrad(function).register_wgrad_accumulation_and_reduce_hooks(3)
+
+
+def test_a_weight_that_is_frozen_meanwhile_gets_no_main_grad_and_one_that_is_computed_with_it_does() -> None:
+    class Program:
+        """Of two weights, with a GEMM for each."""
+
+        slots = tuple(wgrad_queue.WgradSlot(name, True, fresh=True) for name in "ab")
+        adds_several_times = True
+
+        @staticmethod
+        def run(*main_grads: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+            for main_grad in main_grads:
+                if main_grad is not None:
+                    main_grad.add_(1)
+            return dict.fromkeys("ab")
+
+    a, b = (nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
+    for p in (a, b):
+        p.main_grad = torch.zeros_like(p)
+    waiting = wgrad_queue.Waiting(Program, ("a", "b"), (lambda: a, lambda: b), ())
+    b.requires_grad_(False)
+    waiting.work_off()
+    assert bool((a.main_grad == 1).all()) and not b.main_grad.any()

@@ -162,6 +162,11 @@ def prepare_autograd_thread(device: torch.device) -> None:
     thread.join()
 
 
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether what is done with ``tensor`` now goes into a CUDA graph; torch built for the CPU cannot be asked."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class CheckpointRun(NamedTuple):
     """A run of a ``torch.utils.checkpoint``.
 

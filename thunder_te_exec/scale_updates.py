@@ -125,8 +125,7 @@ class Fp8ForwardContext:
                 self._begin_capture()
             self._calls.forward, self._calls.again = run.call, run.again
             out = computation(*args, **kwargs)
-            for update in self._updates:
-                update.take_noted()
+            self.take_noted()
             # As te.autocast: what runs without gradients does not move the scales.
             if run.gradients and not run.again:
                 self._update(run.call, remember=self._recomputes or run.checkpointed)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from thunder_te_exec import compat
 from thunder_te_exec.backends import Matrix, Operand, Quantize
 from thunder_te_exec.calls import Call
 from thunder_te_exec.state import AmaxSlot
@@ -126,7 +127,7 @@ class WeightCache:
         if torch.is_inference_mode_enabled():  # what is made in it could not be saved for a backward
             with torch.inference_mode(False), torch.no_grad():
                 return self.get(weight, columnwise, quantize, trace, again=again)
-        capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing = compat.is_captured(weight)
         self._quantized_by_graphs = self._quantized_by_graphs or (capturing and weight.requires_grad)
         if self._quantized_by_graphs and weight.requires_grad:
             return quantize[columnwise](weight.contiguous())

@@ -99,8 +99,7 @@ class Waiting:
         if self._grads is None:
             self._check_operands()
             used = [m for m, slot in zip(main_grads, slots) if slot.main_grad]
-            restores = self.program.adds_several_times and not any(m.is_cuda and _is_capturing() for m in used)
-            with _kept_on_error(used if restores else []):
+            with _kept_on_error(used if self.program.adds_several_times else []):
                 self._grads = list(self.program.run(*used, *self.operands).values())
         for i in range(self._done, len(slots)):
             p, grad = wanted[i], self._grads[i]
@@ -116,13 +115,10 @@ class Waiting:
             )
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
-
-
 @contextmanager
 def _kept_on_error(tensors: Sequence[torch.Tensor | None]) -> Iterator[None]:
-    kept = [(t, t.clone()) for t in tensors if t is not None]
+    # A graph that is captured would copy them in each replay.
+    kept = [(t, t.clone()) for t in tensors if t is not None and not compat.is_captured(t)]
     try:
         yield
     except BaseException:
