@@ -85,6 +85,7 @@ METHODS = (
 VARIANTS = (
     OURS,
     f"{OURS}, activations saved",
+    f"{OURS}, jit_blocks, activations saved",
     f"{OURS}, FP8 weights",
     f"{OURS}, FP8 weights in both directions",
     f"{OURS}, FP8 weights, activations saved",

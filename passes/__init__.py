@@ -1,5 +1,6 @@
 """Trace passes: functions from a trace to a trace, that know symbols and liveness and no backend."""
 
+from thunder_te_exec.passes.adjacent_linears import adjacent_linears
 from thunder_te_exec.passes.differentiable_once import differentiable_once
 from thunder_te_exec.passes.fewest_saved_tensors import fewest_saved_tensors
 from thunder_te_exec.passes.fp8_meta_sync import fp8_meta_sync
@@ -7,7 +8,7 @@ from thunder_te_exec.passes.fused_quantizations import fused_quantizations
 from thunder_te_exec.passes.merged_adapters import merged_adapters
 from thunder_te_exec.passes.needed_gradients import needed_gradients
 from thunder_te_exec.passes.number_linears import number_linears
-from thunder_te_exec.passes.recomputed_activations import recomputed_activations
+from thunder_te_exec.passes.recomputed_activations import recomputed_activations, recomputed_in_kernels
 from thunder_te_exec.passes.recomputed_linears import recomputed_linears
 from thunder_te_exec.passes.redundant_casts import redundant_casts
 from thunder_te_exec.passes.shared_inputs import shared_inputs
@@ -18,6 +19,7 @@ from thunder_te_exec.passes.zero_gradients import zero_gradients
 __all__ = [
     "OPTIMIZATIONS",
     "PASSES",
+    "adjacent_linears",
     "differentiable_once",
     "fewest_saved_tensors",
     "fp8_meta_sync",
@@ -26,6 +28,7 @@ __all__ = [
     "needed_gradients",
     "number_linears",
     "recomputed_activations",
+    "recomputed_in_kernels",
     "recomputed_linears",
     "redundant_casts",
     "shared_inputs",
@@ -44,6 +47,7 @@ OPTIMIZATIONS = (
     shared_inputs,
     recomputed_activations,
     fused_quantizations,
+    adjacent_linears,
 )
 
 #: What runs on a joint (forward and backward) trace or on an inference trace, in this order.

@@ -63,10 +63,11 @@ def test_each_pass_rewrites_its_program_as_its_golden_trace_shows(name, golden) 
         "shared_inputs": lora_mlp_in_bfloat16,
         "recomputed_activations": lora_mlp_in_bfloat16,
         "fused_quantizations": lora_mlp_in_bfloat16,
+        "adjacent_linears": lora_mlp_in_bfloat16,
         "differentiable_once": only_the_last_bias_trained,
     }
     module, x = programs.get(name, first_linear_frozen_and_no_input_gradient)()
-    by_a_fuser = name in ("recomputed_activations", "fused_quantizations")
+    by_a_fuser = name in ("recomputed_activations", "fused_quantizations", "adjacent_linears")
     trace, _ = joint_trace(module, x, behind=[torch_compile_ex] if by_a_fuser else [])
     for run in PASSES:
         rewritten = run(trace)

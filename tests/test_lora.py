@@ -24,7 +24,7 @@ from thunder_te_exec.passes import (
 )
 from thunder_te_exec.recipe import DelayedScaling, Float8CurrentScaling
 from torch import nn
-from traces import joint_trace, tensors_saved
+from traces import joint_trace
 
 OPTIONAL = (redundant_casts, small_scalings, sums_in_gemms, merged_adapters, shared_inputs)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -269,32 +269,6 @@ def test_a_checkpointed_adapter_has_the_gradients_of_one_that_is_not(recipe) -> 
             values += [y.detach(), x.grad, *(p.grad for p in module.parameters() if p.requires_grad)]
         found.append(values)
     assert same(*found)
-
-
-def test_behind_a_fuser_activations_are_recomputed_unless_the_option_says_otherwise() -> None:
-    saved, gradients = [], []
-    for options in ({}, {"te_recompute_activations": False}):
-        torch.manual_seed(0)
-        module = LoraMLP().bfloat16()
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_("lora" in name)
-        executors = [te_ex, torch_compile_ex]
-        compiled = thunder.jit(module, executors=executors, te_fp8_recipe=Float8CurrentScaling(), **options)
-        x = torch.randn(64, 64).bfloat16().requires_grad_()
-        y = compiled(x)
-        parameters = {p.data_ptr() for p in module.parameters()}
-        saved.append(sum(t.nbytes for t in tensors_saved(y) if t.data_ptr() not in parameters))
-        y.sum().backward()
-        gradients.append([x.grad, *(p.grad for p in module.parameters() if p.requires_grad)])
-    # The product of gate and up, 64 x 96, and nothing else can be computed from what is saved.
-    assert saved[1] - saved[0] == 64 * 96 * 2
-    for a, b in zip(*gradients):
-        assert (a.double() - b.double()).norm() <= 2.0**-7 * b.double().norm()
-
-
-def test_an_option_that_is_no_boolean_is_refused() -> None:
-    with pytest.raises(TypeError, match="te_recompute_activations: expected True or False, got 'yes'"):
-        thunder.jit(nn.Linear(32, 32), executors=[te_ex], te_recompute_activations="yes")(torch.randn(32, 32))
 
 
 def test_linears_that_share_an_input_use_the_state_of_the_first() -> None:

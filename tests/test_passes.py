@@ -20,6 +20,7 @@ from thunder.core.trace import TraceCtx
 from thunder.executors.torch_compile import torch_compile_ex
 from thunder_te_exec.passes import (
     PASSES,
+    adjacent_linears,
     differentiable_once,
     fewest_saved_tensors,
     fp8_meta_sync,
@@ -157,6 +158,11 @@ def quantizes_where_a_fuser_computes(trace: TraceCtx) -> bool:
     return quantized == ([False, False, True], [False, True, True])
 
 
+def runs_linears_of_one_tensor_one_behind_the_other(trace: TraceCtx) -> bool:
+    gate, up, _ = [i for i, b in enumerate(trace.bound_symbols) if is_te_linear(b)]
+    return up == gate + 1
+
+
 def checks_last_that_no_graph_was_asked_for(trace: TraceCtx) -> bool:
     return trace.bound_symbols[-2].sym == te_differentiable_once
 
@@ -175,6 +181,7 @@ GUARANTEES = {
     shared_inputs: quantizes_each_input_once,
     recomputed_activations: saves_nothing_that_is_cheap_to_compute,
     fused_quantizations: quantizes_where_a_fuser_computes,
+    adjacent_linears: runs_linears_of_one_tensor_one_behind_the_other,
     differentiable_once: checks_last_that_no_graph_was_asked_for,
 }
 PROGRAMS = {
@@ -187,14 +194,15 @@ PROGRAMS = {
     shared_inputs: lora_mlp_in_bfloat16,
     recomputed_activations: lora_mlp_in_bfloat16,
     fused_quantizations: lora_mlp_in_bfloat16,
+    adjacent_linears: lora_mlp_in_bfloat16,
     differentiable_once: only_the_last_bias_trained,
 }
 
 
 @pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__)
 def test_the_pass_gives_its_guarantee_and_nothing_else_does(run) -> None:
-    # These two leave something to a fuser.
-    behind = [torch_compile_ex] if run in (recomputed_activations, fused_quantizations) else []
+    leave_something_to_a_fuser = (recomputed_activations, fused_quantizations, adjacent_linears)
+    behind = [torch_compile_ex] if run in leave_something_to_a_fuser else []
     before, _ = joint_trace(*PROGRAMS.get(run, every_even_linear_frozen)(), behind=behind)
     assert GUARANTEES[run](rewritten(before))
     assert not GUARANTEES[run](rewritten(before, without=run))
