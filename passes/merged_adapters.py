@@ -13,7 +13,7 @@ Before, ``x`` (M, K) being read by the first matrices of several adapters, ``A1`
 
 After::
 
-    [a1, a2] = split(linear(x, cat([A1, A2], 0)), [16, 16], -1)
+    [a1, a2] = split(linear(x, cat([A1, A2], 0)), [16, 16], -1)    # multiplied before, where each is by one number
     ...
     ga = cat([ga2, ga1], 1)
     [gA2, gA1] = split(matmul(transpose(ga), x), [16, 16], 0)
@@ -43,7 +43,10 @@ from thunder_te_exec.passes.patterns import (
     is_plain_linear,
     is_reshape,
     is_view,
+    Scaling,
     recorded,
+    scaled,
+    scaling_of,
     symbol_like,
     transposed_from,
 )
@@ -73,6 +76,7 @@ class _Group:
         until: for gradients, the place of the first symbol that reads one of them.
         parts: for gradients, what each is made from beside the shared tensor.
         cat: a concatenation of all ``parts`` that the trace has anyway; None where it has none.
+        scalings: for linears, what multiplies each result, where it is one number and nothing else reads them.
     """
 
     members: list[BoundSymbol]
@@ -80,6 +84,10 @@ class _Group:
     until: int = 0
     parts: list[_Value] = field(default_factory=list)
     cat: BoundSymbol | None = None
+    scalings: list[Scaling] = field(default_factory=list)
+
+    def replaced(self) -> list[BoundSymbol]:
+        return [*self.members, *(step for scaling in self.scalings for step in scaling.steps)]
 
 
 def merged_adapters(trace: TraceCtx) -> TraceCtx:
@@ -88,7 +96,7 @@ def merged_adapters(trace: TraceCtx) -> TraceCtx:
     linears, gradients = _linears(trace, uses), _gradients(trace, uses)
     if not (linears or gradients):
         return trace
-    merged = {id(m) for group in (*linears, *gradients) for m in group.members}
+    merged = {id(bsym) for group in (*linears, *gradients) for bsym in group.replaced()}
     forward, backward = {id(group.at): group for group in linears}, defaultdict(list)
     for group in gradients:  # two may stand at one concatenation
         backward[id(group.at)].append(group)
@@ -123,7 +131,12 @@ def _linears(trace: TraceCtx, uses: Uses) -> list[_Group]:
         made = uses.producer.get(w.name)
         if w.dtype == group.at.args[1].dtype and (made is None or uses.place[id(made)] < uses.place[id(group.at)]):
             group.members.append(bsym)
-    return [group for group in groups.values() if _is_worth_it(group.members)]
+    found = [group for group in groups.values() if _is_worth_it(group.members)]
+    for group in found:
+        scalings = [scaling_of(linear.output, uses) for linear in group.members]
+        if all(s is not None and _is_read_as_values(s.result, uses) for s in scalings):
+            group.scalings = scalings if len({s.number for s in scalings}) == 1 else []
+    return found
 
 
 def _is_worth_it(linears: list[BoundSymbol]) -> bool:
@@ -152,8 +165,12 @@ def _merge_linears(new: TraceCtx, group: _Group, swaps: dict[Variable, Proxy]) -
     new.bound_symbols += recorded(new, first, symbol_like(first, "cat"), weights, 0)
     weight = new.bound_symbols[-1].output
     new.bound_symbols += recorded(new, first, first.sym, first.args[0], weight, *first.args[2:], **first.kwargs)
-    for linear, result in zip(linears, _split(new, first, [w.shape[0] for w in weights], -1)):
-        swaps[variableify(linear.output)] = result
+    outputs = [linear.output for linear in linears]
+    if group.scalings:
+        scaled(new, new.bound_symbols[-1].output, group.scalings[0], first)
+        outputs = [scaling.result for scaling in group.scalings]
+    for output, result in zip(outputs, _split(new, first, [w.shape[0] for w in weights], -1)):
+        swaps[variableify(output)] = result
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------

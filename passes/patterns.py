@@ -6,6 +6,8 @@ ids.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from thunder_te_exec import compat  # noqa: F401  (before thunder)
 
 import thunder.torch as ltorch
@@ -18,6 +20,7 @@ from thunder.executors.torchex import ex as torch_ex
 from thunder_te_exec.symbols import is_linear_of_others
 
 __all__ = [
+    "Scaling",
     "Uses",
     "adds",
     "cast_from",
@@ -31,7 +34,10 @@ __all__ = [
     "is_reshape",
     "is_view",
     "recorded",
+    "scaled",
     "scaled_by",
+    "scaling_at",
+    "scaling_of",
     "symbol_ids",
     "symbol_like",
     "transposed_from",
@@ -205,3 +211,61 @@ def recorded(trace: TraceCtx, like: BoundSymbol, symbol: Symbol, *args, **kwargs
     for bsym in scope:
         bsym.tags |= like.tags
     return scope
+
+
+class Scaling(NamedTuple):
+    """``result = number * source``, by ``steps``: a multiplication, between two casts where there are any."""
+
+    source: TensorProxy
+    number: float
+    steps: tuple[BoundSymbol, ...]
+
+    @property
+    def result(self) -> TensorProxy:
+        return self.steps[-1].output
+
+
+def scaling_at(bsym: BoundSymbol, uses: Uses) -> Scaling | None:
+    """The scaling whose last step is ``bsym``, its inner results being read by it alone; None in float16."""
+    if getattr(bsym.output, "dtype", dtypes.float16) == dtypes.float16:
+        return None
+    if scaled_by(bsym) is not None:
+        source, number = scaled_by(bsym)
+        reader = uses.only_reader(bsym.output)
+        inner = reader is not None and cast_from(reader) is not None
+        return None if inner else Scaling(source, number, (bsym,))
+    middle = cast_from(bsym)
+    mul = uses.producer.get(middle.name) if middle is not None else None
+    if mul is None or scaled_by(mul) is None or uses.only_reader(middle) is not bsym:
+        return None
+    wide, number = scaled_by(mul)
+    up = uses.producer.get(wide.name)
+    source = widened_from(up) if up is not None else None
+    if source is None or source.dtype != bsym.output.dtype:
+        return None
+    return Scaling(source, number, (up, mul, bsym))
+
+
+def scaling_of(source: TensorProxy, uses: Uses) -> Scaling | None:
+    """The scaling that is all that reads ``source``; None where something else does, or there is none."""
+    proxy = source
+    for _ in range(3):  # steps
+        reader = uses.only_reader(proxy)
+        if reader is None or not isinstance(reader.output, TensorProxy):
+            return None
+        scaling = scaling_at(reader, uses)
+        if scaling is not None:
+            return scaling if scaling.source is source else None
+        proxy = reader.output
+    return None
+
+
+def scaled(trace: TraceCtx, source: TensorProxy, scaling: Scaling, like: BoundSymbol) -> TensorProxy:
+    """``source`` multiplied as ``scaling`` does, by symbols that are added to ``trace`` with the tags of ``like``."""
+    for step in scaling.steps:
+        old = next(a for a in step.args if isinstance(a, TensorProxy))
+        # A number of another type would be cast, by a symbol without tensors that fusers cannot take.
+        args = [source if a is old else float(a) if type(a) is int else a for a in step.args]
+        trace.bound_symbols += recorded(trace, like, step.sym, *args, **step.kwargs)
+        source = trace.bound_symbols[-1].output
+    return source

@@ -62,9 +62,10 @@ def saved_pointwise(trace: TraceCtx) -> list[BoundSymbol]:
 def test_with_activations_saved_only_what_a_product_reads_is() -> None:
     module, x = lora_mlp_in_bfloat16()
     _, after = joint_trace(module, x, behind=[torch_compile_ex], te_recompute_activations=False)
-    # h, cast to bfloat16; what the product's own gradient reads of it, in float32, is computed in its kernel.
-    (h,) = saved_pointwise(after)
-    assert tuple(h.output.shape) == (2, 16, 96) and h.output.dtype == thunder.bfloat16
+    # What down's second matrix reads, and h, both in bfloat16; what h's own gradient reads is computed in its kernel.
+    a, h = saved_pointwise(after)
+    assert [tuple(b.output.shape) for b in (a, h)] == [(2, 16, 8), (2, 16, 96)]
+    assert {b.output.dtype for b in (a, h)} == {thunder.bfloat16}
 
 
 def products_of_gradients(trace: TraceCtx, *shape: int) -> list[int]:
