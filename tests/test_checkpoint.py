@@ -111,6 +111,22 @@ def test_keys_that_do_not_fit_are_named_and_nothing_is_changed(called_before) ->
     load_fp8_state_dict(other, good)
 
 
+@pytest.mark.parametrize("called_before", (False, True), ids=("before the first call", "after a call"))
+def test_scales_that_were_cast_are_named_and_nothing_is_changed(called_before) -> None:
+    good = fp8_state_dict(trained())
+    other = function()
+    if called_before:
+        other(batch(7))
+    before = fp8_state_dict(other)
+    name = "block.0.weight.e4m3_4.scale"
+    with pytest.raises(ValueError, match=f"torch.float32, nothing was loaded; got {name} torch.bfloat16"):
+        load_fp8_state_dict(other, {**good, name: good[name].bfloat16()})
+    after = fp8_state_dict(other)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(TypeError, match="expected what fp8_state_dict gave, tensors by name, got int"):
+        load_fp8_state_dict(other, 3)
+
+
 def test_without_strict_what_fits_is_taken() -> None:
     good = fp8_state_dict(trained())
     some = {name: t for name, t in good.items() if not name.startswith("block.2.")}

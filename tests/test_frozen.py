@@ -282,6 +282,14 @@ def test_of_linears_with_one_weight_all_are_quantized_or_none() -> None:
     assert type(model[0].weight) is nn.Parameter
 
 
+@pytest.mark.parametrize("change", (quantize_frozen_, dequantize_))
+def test_what_is_no_module_is_refused(change) -> None:
+    with pytest.raises(
+        TypeError, match=f"{change.__name__}: expected a torch.nn.Module first, got Float8CurrentScaling"
+    ):
+        change(Float8CurrentScaling())
+
+
 def test_quantizing_again_changes_what_is_kept_and_how_it_is_saved() -> None:
     fp8 = stack()
     quantize_frozen_(fp8, Float8CurrentScaling())

@@ -228,6 +228,11 @@ def test_a_context_inside_a_jitted_function_raises() -> None:
         thunder.jit(f, executors=[te_ex])(INPUTS[0], LINEAR.weight)
 
 
+def test_a_context_that_is_neither_enabled_nor_disabled_raises() -> None:
+    with pytest.raises(TypeError, match=r"autocast\(enabled='no'\): expected True or False"), autocast(enabled="no"):
+        pass
+
+
 def test_a_recipe_that_restates_a_default_is_the_same_recipe() -> None:
     compiled = thunder.jit(LINEAR, executors=[te_ex])
     for recipe in (Float8CurrentScaling(), current_with(fp8_quant_fwd_inp=QParams())):

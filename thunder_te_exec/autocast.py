@@ -50,7 +50,10 @@ def autocast(*, enabled: bool = True, recipe: Any = None, amax_reduction_group: 
 
     Raises:
         RuntimeError: entered inside a function that thunder is compiling, where it could have no effect.
+        TypeError: ``enabled`` is no boolean.
     """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"autocast(enabled={enabled!r}): expected True or False")
     if compat.is_tracing():
         raise RuntimeError(
             "autocast inside a jitted function has no effect on it: enter it around the call, or choose with te_filter "

@@ -74,10 +74,12 @@ def load_fp8_state_dict(jitted: Any, state_dict: Mapping[str, torch.Tensor], str
             will run in FP8; then an entry that is missing raises in that call.
 
     Raises:
-        TypeError: ``jitted`` came from neither.
-        ValueError: saved under another recipe, or entries are missing, unexpected or misshapen; the message names them.
+        TypeError: ``jitted`` came from neither, or ``state_dict`` is no mapping.
+        ValueError: saved under another recipe, or entries are missing, unexpected, misshapen or no longer float32; the
+            message names them.
     """
     parts = compat.all_compile_data(jitted)
+    _check_entries(state_dict)
     for compile_data in parts:
         _check_recipes(Fp8State.of(compile_data), state_dict, compile_data)
     entries = {name: tensor for name, tensor in state_dict.items() if name != _RECIPES}
@@ -244,6 +246,19 @@ def _encode(recipes: list[dict[str, str]]) -> torch.Tensor:
 
 def _decode(recipes: torch.Tensor) -> list[dict[str, str]]:
     return json.loads(bytes(recipes.tolist()))
+
+
+def _check_entries(state_dict: Any) -> None:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"expected what fp8_state_dict gave, tensors by name, got {type(state_dict).__name__}")
+    scales = {name: t for name, t in state_dict.items() if str(name).rpartition(".")[2] in _PARTS}
+    cast = {name: getattr(t, "dtype", type(t).__name__) for name, t in scales.items()}
+    wrong = [f"{name} {dtype}" for name, dtype in sorted(cast.items()) if dtype is not torch.float32]
+    if wrong:
+        raise ValueError(
+            f"FP8 state is torch.float32, nothing was loaded; got {', '.join(wrong)}: keep it apart from a model "
+            f"that is cast, or save it anew"
+        )
 
 
 def _check_recipes(state: Fp8State, state_dict: Mapping[str, torch.Tensor], compile_data: Any) -> None:

@@ -73,7 +73,8 @@ def quantize_frozen_(
     Raises:
         NotImplementedError: ``recipe`` is not supported, or scales rows and columns of a weight each by itself.
         RuntimeError: nothing can quantize on a weight's device; what came before stays quantized.
-        TypeError: ``model`` came from ``thunder.jit``: functions follow when the model that they were made of changes.
+        TypeError: ``model`` came from ``thunder.jit``: functions follow when the model that they were made of changes;
+            or it is no module.
         ValueError: ``state_dict`` is another word, or no recipe is given for a weight on ``meta``.
     """
     if state_dict not in _FORMS:
@@ -128,6 +129,8 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
 def _unjitted(model: nn.Module, function: str) -> nn.Module:
     if isinstance(model, ThunderModule):
         raise TypeError(f"{function}: got what thunder.jit made of a model; give the model itself, before or after")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: expected a torch.nn.Module first, got {type(model).__name__}")
     return model
 
 
