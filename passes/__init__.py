@@ -8,12 +8,13 @@ from thunder_te_exec.passes.fused_quantizations import fused_quantizations
 from thunder_te_exec.passes.merged_adapters import merged_adapters
 from thunder_te_exec.passes.needed_gradients import needed_gradients
 from thunder_te_exec.passes.number_linears import number_linears
-from thunder_te_exec.passes.recomputed_activations import recomputed_activations, recomputed_in_kernels
+from thunder_te_exec.passes.recomputed_activations import recomputed_activations
 from thunder_te_exec.passes.recomputed_linears import recomputed_linears
 from thunder_te_exec.passes.redundant_casts import redundant_casts
 from thunder_te_exec.passes.shared_inputs import shared_inputs
 from thunder_te_exec.passes.small_scalings import small_scalings
 from thunder_te_exec.passes.sums_in_gemms import sums_in_gemms
+from thunder_te_exec.passes.waiting_gradients import waiting_gradients
 from thunder_te_exec.passes.zero_gradients import zero_gradients
 
 __all__ = [
@@ -28,12 +29,12 @@ __all__ = [
     "needed_gradients",
     "number_linears",
     "recomputed_activations",
-    "recomputed_in_kernels",
     "recomputed_linears",
     "redundant_casts",
     "shared_inputs",
     "small_scalings",
     "sums_in_gemms",
+    "waiting_gradients",
     "zero_gradients",
 ]
 
@@ -46,6 +47,7 @@ OPTIMIZATIONS = (
     merged_adapters,
     shared_inputs,
     recomputed_activations,
+    waiting_gradients,
     fused_quantizations,
     adjacent_linears,
 )

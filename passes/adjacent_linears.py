@@ -19,26 +19,30 @@ After::
     s = mul(k, cos)
 
 thunder's fusers compile what stands together into one function, each of which costs a call on the host. Only what is
-left to a fuser moves, and past nothing but the linears of one tensor: where torch runs each operation by itself, or
-where something else stands between two linears, nothing is done, so that no tensor lives much longer than before.
+left to a fuser moves, and only past linears of one tensor, at most ``MOST`` of them. Cost model: when the last of them
+runs, what the others gave is there still, and what was computed from it is not yet; a linear joins if that is no more
+memory. Where torch runs each operation by itself nothing is done.
 """
 
 from __future__ import annotations
 
+from thunder_te_exec.passes.patterns import Uses, is_left_to_a_fuser
 from thunder_te_exec.passes.rewrite import with_bound_symbols
 from thunder_te_exec.symbols import is_te_linear, is_te_quantize, is_te_recompute
 
-from thunder.core import prims
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 
-__all__ = ["adjacent_linears"]
+__all__ = ["MOST", "adjacent_linears"]
 
-_STAYS = {prims.OpTags.RANDOM_OP, prims.OpTags.DONT_DCE}
+#: Linears that run one behind the other at most.
+MOST = 8
 
 
 def adjacent_linears(trace: TraceCtx) -> TraceCtx:
     """Move what stands between linears of one tensor before the first, if one of them needs it, or behind the last."""
+    uses = Uses(trace)
     order: list[BoundSymbol] = []
     group: _Group | None = None
     for bsym in trace.bound_symbols:
@@ -46,7 +50,7 @@ def adjacent_linears(trace: TraceCtx) -> TraceCtx:
             order += group.ordered()
             group = None
         if group is None and _reads_for_fp8(bsym):
-            group = _Group(bsym)
+            group = _Group(bsym, uses)
         elif group is None:
             order.append(bsym)
     order += group.ordered() if group is not None else []
@@ -58,8 +62,8 @@ def adjacent_linears(trace: TraceCtx) -> TraceCtx:
 class _Group:
     """Linears that read one tensor, with its quantization, and what stands between and behind them."""
 
-    def __init__(self, first: BoundSymbol) -> None:
-        self._first = first
+    def __init__(self, first: BoundSymbol, uses: Uses) -> None:
+        self._first, self._uses = first, uses
         self._members = [first]
         self._between: list[BoundSymbol] = []
         self._since: list[BoundSymbol] = []  # the last member: it moves if another follows
@@ -68,22 +72,45 @@ class _Group:
 
     def takes(self, bsym: BoundSymbol) -> bool:
         """Whether ``bsym`` is another member, or can stand on either side of one; if so it is kept."""
-        if (BoundSymbolTag.BACKWARD in bsym.tags) != (BoundSymbolTag.BACKWARD in self._first.tags):
-            return False
         reads = any(p.name in self._made for p in bsym.flat_proxy_args)
         if _reads_for_fp8(bsym):
-            if reads or bsym.args[0].name != self._first.args[0].name:
+            if reads or not self._is_alike(bsym) or self._holds_more_at(bsym):
                 return False
             self._members.append(bsym)
             self._between += self._since
             self._since = []
-        elif bsym.sym.executor is not None or bsym.sym.id is prims.PrimIDs.RETURN or has_tags(bsym, _STAYS):
-            return False
-        else:
+        elif is_left_to_a_fuser(bsym):
             self._since.append(bsym)
+        else:
+            return False
         if reads or is_te_linear(bsym) or is_te_recompute(bsym):
             self._made.update(out.name for out in bsym.flat_proxy_outs)
         return True
+
+    def _is_alike(self, bsym: BoundSymbol) -> bool:
+        """Whether ``bsym`` reads the same tensor, in the same of forward and backward."""
+        same = (BoundSymbolTag.BACKWARD in bsym.tags) == (BoundSymbolTag.BACKWARD in self._first.tags)
+        linears = sum(not is_te_quantize(member) for member in self._members)
+        return same and bsym.args[0].name == self._first.args[0].name and linears < MOST
+
+    def _holds_more_at(self, bsym: BoundSymbol) -> bool:
+        """Whether more is there when ``bsym`` runs if what is computed from the members comes behind it."""
+        here = self._uses.place[id(bsym)]
+
+        def bytes_of(made: list[BoundSymbol], read_later: bool) -> int:
+            return sum(
+                out.numel * out.dtype.bytes
+                for b in made
+                for out in b.flat_proxy_outs
+                if isinstance(out, TensorProxy) and out.name in self._made and self._is_read(out, here) is read_later
+            )
+
+        computed = [*self._between, *self._since]
+        return bytes_of(self._members, read_later=False) > bytes_of(computed, read_later=True)
+
+    def _is_read(self, out: TensorProxy, after: int) -> bool:
+        readers = self._uses.readers.get(out.name, ())
+        return bool(readers) and self._uses.place[id(readers[-1])] > after
 
     def ordered(self) -> list[BoundSymbol]:
         """What members read stays before them; all else comes behind, nearer to what reads it."""

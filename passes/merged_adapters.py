@@ -13,14 +13,15 @@ Before, ``x`` (M, K) being read by the first matrices of several adapters, ``A1`
 
 After::
 
-    [a1, a2] = split(linear(x, cat([A1, A2], 0)), [16, 16], -1)    # multiplied before, where each is by one number
+    [a1, a2] = split(linear(x, cat([A1, A2], 0)), [16, 16], -1)
     ...
     ga = cat([ga2, ga1], 1)
     [gA2, gA1] = split(matmul(transpose(ga), x), [16, 16], 0)
     g = matmul(ga, cat([A2, A1], 0))
 
 Such a product does little but read ``x``, which is read once now. What is split is views: no kernel, and no more memory
-is saved. Every number is the same sum of K or M products in float32, which a kernel for another shape may add up in
+is saved. Where all that reads ``a1`` and ``a2`` multiplies each by the same number, the product is multiplied before it
+is split. Every number is the same sum of K or M products in float32, which a kernel for another shape may add up in
 another order: an error of at most K or M times 2**-24 of the sum of their magnitudes, and then the same rounding.
 
 Where the concatenated weights are read in backward they are made again: they are small, and the weights are there.
@@ -36,6 +37,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from thunder_te_exec.passes.patterns import (
+    Scaling,
     Uses,
     computes,
     concatenated,
@@ -43,7 +45,6 @@ from thunder_te_exec.passes.patterns import (
     is_plain_linear,
     is_reshape,
     is_view,
-    Scaling,
     recorded,
     scaled,
     scaling_of,
@@ -133,10 +134,16 @@ def _linears(trace: TraceCtx, uses: Uses) -> list[_Group]:
             group.members.append(bsym)
     found = [group for group in groups.values() if _is_worth_it(group.members)]
     for group in found:
-        scalings = [scaling_of(linear.output, uses) for linear in group.members]
-        if all(s is not None and _is_read_as_values(s.result, uses) for s in scalings):
-            group.scalings = scalings if len({s.number for s in scalings}) == 1 else []
+        group.scalings = _common_scaling(group.members, uses)
     return found
+
+
+def _common_scaling(linears: list[BoundSymbol], uses: Uses) -> list[Scaling]:
+    """What multiplies each result, where all are by one number and nothing else reads them; else nothing."""
+    scalings = [scaling_of(linear.output, uses) for linear in linears]
+    if not all(s is not None and _is_read_as_values(s.result, uses) for s in scalings):
+        return []
+    return scalings if len({s.number for s in scalings}) == 1 else []
 
 
 def _is_worth_it(linears: list[BoundSymbol]) -> bool:
@@ -165,11 +172,11 @@ def _merge_linears(new: TraceCtx, group: _Group, swaps: dict[Variable, Proxy]) -
     new.bound_symbols += recorded(new, first, symbol_like(first, "cat"), weights, 0)
     weight = new.bound_symbols[-1].output
     new.bound_symbols += recorded(new, first, first.sym, first.args[0], weight, *first.args[2:], **first.kwargs)
-    outputs = [linear.output for linear in linears]
+    product, outputs = new.bound_symbols[-1].output, [linear.output for linear in linears]
     if group.scalings:
-        scaled(new, new.bound_symbols[-1].output, group.scalings[0], first)
+        product = scaled(new, product, group.scalings[0], first)
         outputs = [scaling.result for scaling in group.scalings]
-    for output, result in zip(outputs, _split(new, first, [w.shape[0] for w in weights], -1)):
+    for output, result in zip(outputs, _split(new, first, product, [w.shape[0] for w in weights], -1)):
         swaps[variableify(output)] = result
 
 
@@ -239,12 +246,13 @@ def _merge_gradients(new: TraceCtx, group: _Group, uses: Uses, swaps: dict[Varia
         parts = [_value(factor, uses) for factor in factors]
     new.bound_symbols += recorded(new, first, transposes[0].sym, together, *transposes[0].args[1:])
     new.bound_symbols += recorded(new, first, first.sym, new.bound_symbols[-1].output, first.args[1])
-    results = dict(zip(parts, _split(new, first, [factor.shape[1] for factor in factors], 0)))
+    product = new.bound_symbols[-1].output
+    results = dict(zip(parts, _split(new, first, product, [factor.shape[1] for factor in factors], 0)))
     for product, part in zip(group.members, group.parts):
         swaps[variableify(product.output)] = results[part]
 
 
-def _split(new: TraceCtx, like: BoundSymbol, sizes: list[int], dim: int) -> list[TensorProxy]:
-    """Views of the last result, of these sizes."""
-    new.bound_symbols += recorded(new, like, symbol_like(like, "split"), new.bound_symbols[-1].output, sizes, dim)
+def _split(new: TraceCtx, like: BoundSymbol, tensor: TensorProxy, sizes: list[int], dim: int) -> list[TensorProxy]:
+    """Views of ``tensor``, of these sizes."""
+    new.bound_symbols += recorded(new, like, symbol_like(like, "split"), tensor, sizes, dim)
     return list(new.bound_symbols[-1].output)

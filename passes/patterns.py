@@ -13,7 +13,7 @@ from thunder_te_exec import compat  # noqa: F401  (before thunder)
 import thunder.torch as ltorch
 from thunder.core import dtypes, prims
 from thunder.core.proxies import Proxy, TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import BoundSymbol, Symbol, has_tags
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.torchex import ex as torch_ex
 
@@ -28,6 +28,7 @@ __all__ = [
     "concatenated",
     "is_add",
     "is_fusible_code",
+    "is_left_to_a_fuser",
     "is_matmul",
     "is_plain_linear",
     "is_pointwise",
@@ -169,8 +170,14 @@ def is_pointwise(bsym: BoundSymbol) -> bool:
 
 
 def is_fusible_code(bsym: BoundSymbol) -> bool:
-    """Whether ``bsym`` is left to a fuser, which computes it in a kernel of its own making."""
+    """Whether a fuser computes ``bsym`` in a kernel of its own making: pointwise code, a sum or a concatenation."""
     return is_pointwise(bsym) or (bsym.sym.id in _SUMS | _CATS and bsym.sym.executor is None)
+
+
+def is_left_to_a_fuser(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` is claimed by no executor, and may run earlier or later: a fuser takes what stands together."""
+    fixed = has_tags(bsym, {prims.OpTags.RANDOM_OP, prims.OpTags.DONT_DCE})
+    return bsym.sym.executor is None and bsym.sym.id is not prims.PrimIDs.RETURN and not fixed
 
 
 class Uses:

@@ -18,12 +18,16 @@ After::
     ga = mul(2.0, t)
     gB = matmul(transpose(g), a2)
 
+``gB`` reads what forward has multiplied where backward reads ``a`` for nothing else, so that no more is saved.
+
 The same number but for the roundings of the scaled tensors, of which there are none where the number is a power of two.
 In bfloat16 a multiplication stands between two casts, which move along. Float16 is left alone: what overflows it
 depends on when it is scaled.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from thunder_te_exec.passes.patterns import (
     Scaling,
@@ -38,10 +42,17 @@ from thunder_te_exec.passes.patterns import (
 from thunder_te_exec.passes.rewrite import with_bound_symbols, without_dead_symbols
 
 from thunder.core.proxies import Proxy, TensorProxy, Variable, variableify
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 
 __all__ = ["small_scalings"]
+
+
+class _Small(NamedTuple):
+    """What has been scaled for a linear with these tags."""
+
+    scaled: TensorProxy
+    tags: set[BoundSymbolTag]
 
 
 def small_scalings(trace: TraceCtx) -> TraceCtx:
@@ -75,19 +86,20 @@ def _rewritten(
 ) -> TraceCtx:
     new = with_bound_symbols(trace, (), "Scalings of small tensors")
     swaps: dict[Variable, Proxy] = {}
-    small: dict[tuple[str, float], TensorProxy] = {}  # by what was scaled, and the number
-
+    small: dict[tuple[str, float], _Small] = {}
     for bsym in trace.bound_symbols:
         key, old = id(bsym), bsym
         bsym = bsym.from_bsym_swap_proxies(swaps)
         if key in of_results:
             scaling, linear = of_results[key]
-            a, weights = linear.args[0], linear.args[1:]
-            small[a.name, scaling.number] = a2 = scaled(new, swaps.get(variableify(a), a), scaling, bsym)
-            new.bound_symbols += recorded(new, bsym, linear.sym, a2, *weights, **linear.kwargs)
+            name, linear = linear.args[0].name, linear.from_bsym_swap_proxies(swaps)
+            known = small.get((name, scaling.number))
+            if known is None or known.tags != bsym.tags:
+                known = small[name, scaling.number] = _Small(scaled(new, linear.args[0], scaling, bsym), bsym.tags)
+            new.bound_symbols += recorded(new, bsym, linear.sym, known.scaled, *linear.args[1:], **linear.kwargs)
             swaps[variableify(old.output)] = new.bound_symbols[-1].output
             continue
-        if key in products and _reads_scaled(new, bsym, products[key].number, small, uses):
+        if key in products and _reads_scaled(new, bsym, products[key], small, uses):
             continue
         new.bound_symbols.append(bsym)
         if key in products:
@@ -99,22 +111,42 @@ def _rewritten(
 
 
 def _reads_scaled(
-    new: TraceCtx, product: BoundSymbol, number: float, small: dict[tuple[str, float], TensorProxy], uses: Uses
+    new: TraceCtx,
+    product: BoundSymbol,
+    scaling: Scaling,
+    small: dict[tuple[str, float], _Small],
+    uses: Uses,
 ) -> bool:
-    """Add ``product`` to ``new`` with what forward has scaled by ``number``, if that is what one of its factors is."""
+    """Add ``product`` to ``new`` with what is scaled already, if that is what one of its factors is.
+
+    Not where backward reads the factor otherwise too: both would be saved.
+    """
     for factor in product.args[:2]:
         unscaled, views = factor, []
         while (made := uses.producer.get(factor.name)) is not None and is_view(made):
             views.append(made)
             factor = made.args[0]
-        if (factor.name, number) in small:
-            factor = small[factor.name, number]
-            for view in reversed(views):
-                new.bound_symbols += recorded(new, product, view.sym, factor, *view.args[1:], **view.kwargs)
-                factor = new.bound_symbols[-1].output
-            new.bound_symbols.append(product.from_bsym_swap_proxies({variableify(unscaled): factor}))
-            return True
+        known = small.get((factor.name, scaling.number))
+        if known is None or _times_read_in_backward(factor, uses) > 1:
+            continue
+        factor = known.scaled
+        for view in reversed(views):
+            new.bound_symbols += recorded(new, product, view.sym, factor, *view.args[1:], **view.kwargs)
+            factor = new.bound_symbols[-1].output
+        new.bound_symbols.append(product.from_bsym_swap_proxies({variableify(unscaled): factor}))
+        return True
     return False
+
+
+def _times_read_in_backward(tensor: TensorProxy, uses: Uses) -> int:
+    times, views = 0, [tensor]
+    while views:
+        for reader in uses.readers.get(views.pop().name, ()):
+            if is_view(reader):
+                views.append(reader.output)
+            else:
+                times += BoundSymbolTag.BACKWARD in reader.tags
+    return times
 
 
 def _products_of(scaled: TensorProxy, uses: Uses) -> list[BoundSymbol]:

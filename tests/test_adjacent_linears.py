@@ -13,11 +13,12 @@ from thunder.executors.sdpaex import sdpa_ex
 from thunder.executors.torch_compile import torch_compile_ex
 from thunder_te_exec import executor, te_ex
 from thunder_te_exec.passes import PASSES, adjacent_linears
+from thunder_te_exec.passes.adjacent_linears import MOST
 from thunder_te_exec.recipe import Float8CurrentScaling
 from thunder_te_exec.symbols import is_te_linear, is_te_quantize, is_te_recompute
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from traces import joint_trace
+from traces import joint_trace, makes_everything_before_it_is_read
 
 WITHOUT = tuple(run for run in PASSES if run is not adjacent_linears)
 
@@ -80,6 +81,42 @@ def test_nothing_moves_past_what_another_executor_runs() -> None:
         assert stand_together(module, behind=(sdpa_ex, torch_compile_ex))
 
 
+class Heads(nn.Module):
+    """Of what each linear gives little is left when the next one runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 2
+        return sum(head(h).float().square().sum(-1) for head in self.heads)
+
+
+def test_linears_do_not_come_together_where_their_outputs_would_be_kept_for_it() -> None:
+    with torch.no_grad():
+        assert not stand_together(frozen(Heads()))
+
+
+class ManyHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(MOST + 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 2
+        return torch.cat([head(h) * 2 for head in self.heads], 1)
+
+
+def test_no_more_than_so_many_linears_come_together() -> None:
+    with torch.no_grad():
+        _, after = joint_trace(frozen(ManyHeads()), an_input(), behind=[torch_compile_ex])
+    linears = [is_te_linear(b) for b in after.bound_symbols]
+    assert sum(linears) == MOST + 3
+    first = linears.index(True)
+    assert all(linears[first : first + MOST]) and not linears[first + MOST]
+
+
 class Chained(nn.Module):
     """The second linear of a tensor accumulates into a product of what the first gives."""
 
@@ -113,10 +150,7 @@ def test_so_do_those_that_a_checkpoint_runs_again_in_backward() -> None:
 
 def test_the_order_is_one_that_computes_everything_before_it_is_read() -> None:
     _, after = joint_trace(*lora_mlp_in_bfloat16(), behind=[torch_compile_ex])
-    made = {p.name for p in after.args}
-    for bsym in after.bound_symbols:
-        assert all(p.name in made for p in bsym.flat_proxy_args)
-        made |= {out.name for out in bsym.flat_proxy_outs}
+    assert makes_everything_before_it_is_read(after)
     gate, up, _ = [i for i, b in enumerate(after.bound_symbols) if is_te_linear(b)]
     assert up == gate + 1 and is_te_quantize(after.bound_symbols[gate - 1])
 

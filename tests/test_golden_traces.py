@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import thunder
@@ -62,12 +63,13 @@ def test_each_pass_rewrites_its_program_as_its_golden_trace_shows(name, golden) 
         "merged_adapters": lora_mlp_in_bfloat16,
         "shared_inputs": lora_mlp_in_bfloat16,
         "recomputed_activations": lora_mlp_in_bfloat16,
+        "waiting_gradients": lora_mlp_in_bfloat16,
         "fused_quantizations": lora_mlp_in_bfloat16,
         "adjacent_linears": lora_mlp_in_bfloat16,
         "differentiable_once": only_the_last_bias_trained,
     }
     module, x = programs.get(name, first_linear_frozen_and_no_input_gradient)()
-    by_a_fuser = name in ("recomputed_activations", "fused_quantizations", "adjacent_linears")
+    by_a_fuser = name in ("recomputed_activations", "waiting_gradients", "fused_quantizations", "adjacent_linears")
     trace, _ = joint_trace(module, x, behind=[torch_compile_ex] if by_a_fuser else [])
     for run in PASSES:
         rewritten = run(trace)
@@ -88,9 +90,11 @@ def test_high_precision_reads_of_fp8_weights_are_those_of_the_golden_trace(golde
     assert f"{as_text(before)}\n# --- after {name} ---\n{as_text(after)}" == golden(name=f"pass_{name}")
 
 
-def test_every_pass_is_a_file_of_its_name() -> None:
+def test_every_pass_is_a_file_of_its_name_and_in_the_readme() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
     for run in (*PASSES, high_precision_weights, delayed_wgrad):
         assert run.__module__ == f"{passes.__name__}.{run.__name__}"
+        assert f"[`{run.__name__}`](passes/{run.__name__}.py)" in readme
 
 
 def test_traces_are_the_same_from_run_to_run() -> None:

@@ -271,6 +271,11 @@ def test_a_checkpointed_adapter_has_the_gradients_of_one_that_is_not(recipe) -> 
     assert same(*found)
 
 
+def test_an_option_that_is_no_boolean_is_refused() -> None:
+    with pytest.raises(TypeError, match="te_recompute_activations: expected True or False, got 'yes'"):
+        thunder.jit(nn.Linear(32, 32), executors=[te_ex], te_recompute_activations="yes")(torch.randn(32, 32))
+
+
 def test_linears_that_share_an_input_use_the_state_of_the_first() -> None:
     recipe = DelayedScaling(amax_history_len=2)
     compiled, loaded = (thunder.jit(model(torch.float32), executors=[te_ex], te_fp8_recipe=recipe) for _ in range(2))

@@ -34,6 +34,7 @@ from thunder_te_exec.passes import (
     shared_inputs,
     small_scalings,
     sums_in_gemms,
+    waiting_gradients,
     zero_gradients,
 )
 from thunder_te_exec.passes.patterns import cast_from, is_matmul, is_plain_linear, is_pointwise, scaled_by
@@ -46,7 +47,7 @@ from thunder_te_exec.symbols import (
     te_differentiable_once,
     te_sync_fp8_meta_bwd,
 )
-from traces import flags, joint_trace
+from traces import flags, joint_trace, makes_everything_before_it_is_read
 
 
 def rewritten(trace: TraceCtx, *, without=None) -> TraceCtx:
@@ -160,6 +161,16 @@ def saves_nothing_that_is_cheap_to_compute(trace: TraceCtx) -> bool:
     return not any(map(is_cheap, saved))
 
 
+def computes_an_activation_where_a_kernel_reads_what_it_is_made_of(trace: TraceCtx) -> bool:
+    down, up, _ = [i for i, b in enumerate(trace.bound_symbols) if is_te_backward(b)]
+    products = [
+        i
+        for i, b in enumerate(trace.bound_symbols)
+        if BoundSymbolTag.BACKWARD in b.tags and is_matmul(b) and tuple(b.output.shape) == (8, 96)
+    ]
+    return len(products) == 1 and down < products[0] < up  # of down's first matrix, from the product of gate and up
+
+
 def quantizes_where_a_fuser_computes(trace: TraceCtx) -> bool:
     forward, backward = both_directions(trace)
     # The fuser computes down's input, and the gradients of gate's and up's outputs; the rest comes from the caller.
@@ -189,6 +200,7 @@ GUARANTEES = {
     merged_adapters: reads_each_tensor_once_for_its_adapters,
     shared_inputs: quantizes_each_input_once,
     recomputed_activations: saves_nothing_that_is_cheap_to_compute,
+    waiting_gradients: computes_an_activation_where_a_kernel_reads_what_it_is_made_of,
     fused_quantizations: quantizes_where_a_fuser_computes,
     adjacent_linears: runs_linears_of_one_tensor_one_behind_the_other,
     differentiable_once: checks_last_that_no_graph_was_asked_for,
@@ -202,6 +214,7 @@ PROGRAMS = {
     merged_adapters: lora_mlp_in_bfloat16,
     shared_inputs: lora_mlp_in_bfloat16,
     recomputed_activations: lora_mlp_in_bfloat16,
+    waiting_gradients: lora_mlp_in_bfloat16,
     fused_quantizations: lora_mlp_in_bfloat16,
     adjacent_linears: lora_mlp_in_bfloat16,
     differentiable_once: only_the_last_bias_trained,
@@ -210,11 +223,20 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__)
 def test_the_pass_gives_its_guarantee_and_nothing_else_does(run) -> None:
-    leave_something_to_a_fuser = (recomputed_activations, fused_quantizations, adjacent_linears)
+    leave_something_to_a_fuser = (recomputed_activations, waiting_gradients, fused_quantizations, adjacent_linears)
     behind = [torch_compile_ex] if run in leave_something_to_a_fuser else []
     before, _ = joint_trace(*PROGRAMS.get(run, every_even_linear_frozen)(), behind=behind)
     assert GUARANTEES[run](rewritten(before))
     assert not GUARANTEES[run](rewritten(before, without=run))
+
+
+@pytest.mark.parametrize("behind", ((), (torch_compile_ex,)), ids=("torch", "fuser"))
+@pytest.mark.parametrize("program", TRAINING, ids=lambda p: p.__name__)
+def test_after_each_pass_everything_is_made_before_it_is_read(program, behind) -> None:
+    trace, _ = joint_trace(*program(), behind=behind)
+    for run in PASSES:
+        trace = run(trace)
+        assert makes_everything_before_it_is_read(trace), run.__name__
 
 
 @pytest.mark.parametrize("program", TRAINING, ids=lambda p: p.__name__)

@@ -93,3 +93,37 @@ class ReadsUnscaledToo(nn.Module):
 
 def test_a_result_that_is_scaled_by_two_numbers_and_read_unscaled_has_the_gradients_of_eager_torch() -> None:
     gives_the_numbers_of_eager_torch(ReadsUnscaledToo(), whole_input())
+
+
+class MadeMatrix(nn.Module):
+    """The second matrix of an adapter is itself the result of a scaled product."""
+
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.adapters, self.make = adapted(4), make
+        self.left, self.right = nn.Parameter(torch.ones(64, 2)), nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        m = self.adapters
+        matrix = self.make(self.left, self.right)
+        return m.base[0](x) + nn.functional.linear(m.A[0](x), matrix) * 3.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    (lambda l, r: (l * 2.0) @ r, lambda l, r: nn.functional.linear(l, r.t()) * 2.0),
+    ids=("scaled factor", "scaled result"),
+)
+def test_a_second_matrix_that_is_scaled_itself_is_the_one_that_is_read(make) -> None:
+    gives_the_numbers_of_eager_torch(MadeMatrix(make), whole_input())
+
+
+def test_what_two_linears_read_is_multiplied_once() -> None:
+    class TwoOfOne(ReadsUnscaledToo):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            m = self.adapters
+            a = m.A[0](x)
+            return m.base[0](x) + m.B[0](a) * 3.0 + m.B[1](a) * 3.0
+
+    assert multiplications(TwoOfOne())[0] == [32 * 4]
+    gives_the_numbers_of_eager_torch(TwoOfOne(), whole_input())

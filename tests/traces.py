@@ -12,7 +12,7 @@ from thunder_te_exec.symbols import Wanted, is_te_backward, is_te_linear
 
 import thunder
 import torch
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor
@@ -104,6 +104,15 @@ def _in_order_of_inputs(match: re.Match[str]) -> str:
     outputs, inputs = (re.findall(r"\w+", group) for group in match.groups())
     pairs = sorted(zip(inputs, outputs), key=lambda pair: (len(pair[0]), pair[0]))
     return f"({', '.join(o for _, o in pairs)},) = update_aliases(({', '.join(i for i, _ in pairs)},))"
+
+
+def makes_everything_before_it_is_read(trace: TraceCtx) -> bool:
+    made = {p.name for p in trace.args if isinstance(p, Proxy)}
+    for bsym in trace.bound_symbols:
+        if not all(p.name in made for p in bsym.flat_proxy_args):
+            return False
+        made |= {out.name for out in bsym.flat_proxy_outs}
+    return True
 
 
 def tensors_saved(out: torch.Tensor) -> list[torch.Tensor]:

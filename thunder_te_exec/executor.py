@@ -25,7 +25,7 @@ from thunder_te_exec.claim import decide, note_linears_of_others
 from thunder_te_exec.fp8_weight import Fp8Weight, in_high_precision
 from thunder_te_exec.layouts import TensorSpec, operand_specs
 from thunder_te_exec.linear import fp8_linear_backward, fp8_linear_dgrad, fp8_linear_wgrad
-from thunder_te_exec.passes import OPTIMIZATIONS, PASSES, recomputed_activations, recomputed_in_kernels
+from thunder_te_exec.passes import OPTIMIZATIONS, PASSES, adjacent_linears, recomputed_activations
 from thunder_te_exec.passes.delayed_wgrad import delayed_wgrad
 from thunder_te_exec.passes.high_precision_weights import high_precision_weights
 from thunder_te_exec.passes.patterns import writes_in_place
@@ -72,8 +72,10 @@ def _passes_for(trace: TraceCtx) -> tuple[Callable[[TraceCtx], TraceCtx], ...]:
     left_out: set[Callable[[TraceCtx], TraceCtx]] = set()
     if not any(map(is_te_linear, trace.bound_symbols)) or any(map(writes_in_place, trace.bound_symbols)):
         left_out.update(OPTIMIZATIONS)
-    instead = {} if Settings.recomputes_activations() else {recomputed_activations: recomputed_in_kernels}
-    return tuple(instead.get(run, run) for run in PASSES if run not in left_out)
+    if not Settings.recomputes_activations():
+        # In that order of linears thunder would save what one region of a fuser makes and another could compute again.
+        left_out.update((recomputed_activations, adjacent_linears))
+    return tuple(run for run in PASSES if run not in left_out)
 
 
 def _without_delayed_wgrads(trace: TraceCtx) -> tuple[TraceCtx, tuple[WgradProgram, ...]]:
