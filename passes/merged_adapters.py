@@ -143,7 +143,7 @@ def _common_scaling(linears: list[BoundSymbol], uses: Uses) -> list[Scaling]:
     scalings = [scaling_of(linear.output, uses) for linear in linears]
     if not all(s is not None and _is_read_as_values(s.result, uses) for s in scalings):
         return []
-    return scalings if len({s.number for s in scalings}) == 1 else []
+    return scalings if len({s.key for s in scalings}) == 1 else []
 
 
 def _is_worth_it(linears: list[BoundSymbol]) -> bool:

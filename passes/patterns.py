@@ -231,6 +231,11 @@ class Scaling(NamedTuple):
     def result(self) -> TensorProxy:
         return self.steps[-1].output
 
+    @property
+    def key(self) -> str:
+        """The same for numbers that give the same results: 0.0 and -0.0, which are equal, do not."""
+        return str(float(self.number))
+
 
 def scaling_at(bsym: BoundSymbol, uses: Uses) -> Scaling | None:
     """The scaling whose last step is ``bsym``, its inner results being read by it alone; None in float16."""

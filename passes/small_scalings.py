@@ -86,16 +86,16 @@ def _rewritten(
 ) -> TraceCtx:
     new = with_bound_symbols(trace, (), "Scalings of small tensors")
     swaps: dict[Variable, Proxy] = {}
-    small: dict[tuple[str, float], _Small] = {}
+    small: dict[tuple[str, str], _Small] = {}
     for bsym in trace.bound_symbols:
         key, old = id(bsym), bsym
         bsym = bsym.from_bsym_swap_proxies(swaps)
         if key in of_results:
             scaling, linear = of_results[key]
             name, linear = linear.args[0].name, linear.from_bsym_swap_proxies(swaps)
-            known = small.get((name, scaling.number))
+            known = small.get((name, scaling.key))
             if known is None or known.tags != bsym.tags:
-                known = small[name, scaling.number] = _Small(scaled(new, linear.args[0], scaling, bsym), bsym.tags)
+                known = small[name, scaling.key] = _Small(scaled(new, linear.args[0], scaling, bsym), bsym.tags)
             new.bound_symbols += recorded(new, bsym, linear.sym, known.scaled, *linear.args[1:], **linear.kwargs)
             swaps[variableify(old.output)] = new.bound_symbols[-1].output
             continue
@@ -114,7 +114,7 @@ def _reads_scaled(
     new: TraceCtx,
     product: BoundSymbol,
     scaling: Scaling,
-    small: dict[tuple[str, float], _Small],
+    small: dict[tuple[str, str], _Small],
     uses: Uses,
 ) -> bool:
     """Add ``product`` to ``new`` with what is scaled already, if that is what one of its factors is.
@@ -126,7 +126,7 @@ def _reads_scaled(
         while (made := uses.producer.get(factor.name)) is not None and is_view(made):
             views.append(made)
             factor = made.args[0]
-        known = small.get((factor.name, scaling.number))
+        known = small.get((factor.name, scaling.key))
         if known is None or _times_read_in_backward(factor, uses) > 1:
             continue
         factor = known.scaled

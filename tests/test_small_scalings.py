@@ -127,3 +127,19 @@ def test_what_two_linears_read_is_multiplied_once() -> None:
 
     assert multiplications(TwoOfOne())[0] == [32 * 4]
     gives_the_numbers_of_eager_torch(TwoOfOne(), whole_input())
+
+
+class InfinitiesOfTwoSigns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = adapted(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        m = self.adapters
+        return m.base[0](x), 1 / (m.A[0](x) * 0.0), 1 / (m.A[1](x) * -0.0)
+
+
+def test_zeros_of_two_signs_are_two_numbers() -> None:
+    module, x = InfinitiesOfTwoSigns(), whole_input()
+    compiled = thunder.jit(module, executors=[te_ex, torch_compile_ex], te_fp8_recipe=powers_of_two())
+    assert all(torch.equal(ours, eager) for ours, eager in zip(compiled(x), module(x)))
