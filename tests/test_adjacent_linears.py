@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from programs import lora_mlp_in_bfloat16
 from steps import same
+from thunder.core.symbol import BoundSymbolTag
 from thunder.executors.sdpaex import sdpa_ex
 from thunder.executors.torch_compile import torch_compile_ex
 from thunder_te_exec import executor, te_ex
@@ -146,6 +147,27 @@ class Checkpointed(nn.Module):
 
 def test_so_do_those_that_a_checkpoint_runs_again_in_backward() -> None:
     assert stand_together(frozen(Checkpointed()), of=is_te_recompute)
+
+
+class ForwardEndsWhereBackwardBegins(nn.Module):
+    """Forward's last linear and the one that backward runs again first read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region, self.last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda t: torch.sin(self.region(t)), x, use_reentrant=False)
+        return y * self.last(x)
+
+
+def test_a_linear_of_backward_does_not_come_to_one_of_forward() -> None:
+    module, options = frozen(ForwardEndsWhereBackwardBegins()), {"te_fp8_recipe": Float8CurrentScaling()}
+    _, after = joint_trace(module, an_input(), behind=[torch_compile_ex], **options)
+    assert sum(map(is_te_recompute, after.bound_symbols)) == 1
+    last = max(i for i, b in enumerate(after.bound_symbols) if is_te_linear(b))
+    again = next(i for i, b in enumerate(after.bound_symbols) if is_te_recompute(b))
+    assert BoundSymbolTag.BACKWARD in after.bound_symbols[again].tags and again > last + 1
 
 
 def test_the_order_is_one_that_computes_everything_before_it_is_read() -> None:

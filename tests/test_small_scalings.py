@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import thunder
 import torch
+from adapted_model import adapted, gives_the_numbers_of_eager_torch, merged, whole_input
 from recipes import powers_of_two
-from test_merged_adapters import adapted, gives_the_numbers_of_eager_torch, merged, whole_input
 from thunder.core.symbol import BoundSymbolTag
 from thunder.executors.torch_compile import torch_compile_ex
 from thunder_te_exec import te_ex
