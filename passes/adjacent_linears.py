@@ -26,11 +26,11 @@ memory. Where torch runs each operation by itself nothing is done.
 
 from __future__ import annotations
 
-from thunder_te_exec.passes.patterns import Uses, is_left_to_a_fuser
+from thunder_te_exec.passes.patterns import Uses, is_left_to_a_fuser, nbytes
 from thunder_te_exec.passes.rewrite import with_bound_symbols
 from thunder_te_exec.symbols import is_te_linear, is_te_quantize, is_te_recompute
 
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 
@@ -99,16 +99,16 @@ class _Group:
 
         def bytes_of(made: list[BoundSymbol], read_later: bool) -> int:
             return sum(
-                out.numel * out.dtype.bytes
+                nbytes(out)
                 for b in made
                 for out in b.flat_proxy_outs
-                if isinstance(out, TensorProxy) and out.name in self._made and self._is_read(out, here) is read_later
+                if out.name in self._made and self._is_read(out, here) is read_later
             )
 
         computed = [*self._between, *self._since]
         return bytes_of(self._members, read_later=False) > bytes_of(computed, read_later=True)
 
-    def _is_read(self, out: TensorProxy, after: int) -> bool:
+    def _is_read(self, out: Proxy, after: int) -> bool:
         readers = self._uses.readers.get(out.name, ())
         return bool(readers) and self._uses.place[id(readers[-1])] > after
 

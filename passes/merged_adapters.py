@@ -44,7 +44,6 @@ from thunder_te_exec.passes.patterns import (
     is_matmul,
     is_plain_linear,
     is_reshape,
-    is_view,
     recorded,
     scaled,
     scaling_of,
@@ -155,14 +154,7 @@ def _is_worth_it(linears: list[BoundSymbol]) -> bool:
 
 def _is_read_as_values(result: TensorProxy, uses: Uses) -> bool:
     """Whether neither ``result`` nor a view of it is returned, written to, or needed in memory of its own."""
-    views = [result]
-    while views:
-        for reader in uses.readers.get(views.pop().name, ()):
-            if is_view(reader):
-                views.append(reader.output)
-            elif not computes(reader):
-                return False
-    return True
+    return all(map(computes, uses.readers_through_views(result)))
 
 
 def _merge_linears(new: TraceCtx, group: _Group, swaps: dict[Variable, Proxy]) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "is_pointwise",
     "is_reshape",
     "is_view",
+    "nbytes",
     "recorded",
     "scaled",
     "scaled_by",
@@ -176,8 +177,14 @@ def is_fusible_code(bsym: BoundSymbol) -> bool:
 
 def is_left_to_a_fuser(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` is claimed by no executor, and may run earlier or later: a fuser takes what stands together."""
-    fixed = has_tags(bsym, {prims.OpTags.RANDOM_OP, prims.OpTags.DONT_DCE})
-    return bsym.sym.executor is None and bsym.sym.id is not prims.PrimIDs.RETURN and not fixed
+    if bsym.sym.executor is not None or bsym.sym.id is prims.PrimIDs.RETURN:
+        return False
+    return not has_tags(bsym, {prims.OpTags.RANDOM_OP, prims.OpTags.DONT_DCE})
+
+
+def nbytes(p: Proxy) -> int:
+    """The bytes of a tensor; 0 of what is none."""
+    return p.numel * p.dtype.bytes if isinstance(p, TensorProxy) else 0
 
 
 class Uses:
@@ -198,6 +205,17 @@ class Uses:
         """The one symbol that reads ``proxy``; None where there is another."""
         readers = self.readers.get(proxy.name, [])
         return readers[0] if len(readers) == 1 else None
+
+    def readers_through_views(self, proxy: Proxy) -> list[BoundSymbol]:
+        """What reads ``proxy`` or views of it and gives no view, once for each that it reads."""
+        found, views = [], [proxy]
+        while views:
+            for reader in self.readers.get(views.pop().name, ()):
+                if is_view(reader):
+                    views.append(reader.output)
+                else:
+                    found.append(reader)
+        return found
 
 
 def symbol_like(bsym: BoundSymbol, name: str) -> Symbol:

@@ -26,7 +26,7 @@ round in between as the forward's kernel did, so that ``bw_h`` may differ from `
 
 from __future__ import annotations
 
-from thunder_te_exec.passes.patterns import is_pointwise
+from thunder_te_exec.passes.patterns import is_pointwise, nbytes
 from thunder_te_exec.passes.rewrite import free_name, with_bound_symbols
 
 from thunder.core import prims
@@ -96,13 +96,9 @@ def _smallest_source(tensor: TensorProxy, producer: dict[str, BoundSymbol]) -> s
         if len(sources) != 1:
             break
         tensor = sources[0]
-        if _nbytes(tensor) < _nbytes(smallest):
+        if nbytes(tensor) < nbytes(smallest):
             smallest = tensor
     return smallest.name
-
-
-def _nbytes(t: TensorProxy) -> int:
-    return t.numel * t.dtype.bytes
 
 
 def _rewritten(trace: TraceCtx, plans: dict[str, list[BoundSymbol]]) -> TraceCtx:

@@ -139,27 +139,11 @@ def _reads_scaled(
 
 
 def _times_read_in_backward(tensor: TensorProxy, uses: Uses) -> int:
-    times, views = 0, [tensor]
-    while views:
-        for reader in uses.readers.get(views.pop().name, ()):
-            if is_view(reader):
-                views.append(reader.output)
-            else:
-                times += BoundSymbolTag.BACKWARD in reader.tags
-    return times
+    return sum(BoundSymbolTag.BACKWARD in reader.tags for reader in uses.readers_through_views(tensor))
 
 
 def _products_of(scaled: TensorProxy, uses: Uses) -> list[BoundSymbol]:
     """The products that are all that ``scaled`` is used for, once in each; empty where it is used otherwise."""
-    found: dict[int, BoundSymbol] = {}
-    views = [scaled]
-    while views:
-        view = views.pop()
-        for reader in uses.readers.get(view.name, ()):
-            if is_view(reader):
-                views.append(reader.output)
-            elif is_matmul(reader) and id(reader) not in found:
-                found[id(reader)] = reader
-            else:
-                return []
-    return list(found.values())
+    readers = uses.readers_through_views(scaled)
+    once = len({id(reader) for reader in readers}) == len(readers)
+    return readers if once and all(map(is_matmul, readers)) else []

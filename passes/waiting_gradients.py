@@ -26,11 +26,11 @@ from __future__ import annotations
 import bisect
 from typing import NamedTuple
 
-from thunder_te_exec.passes.patterns import Uses, is_left_to_a_fuser, is_matmul, is_pointwise, is_view
+from thunder_te_exec.passes.patterns import Uses, is_left_to_a_fuser, is_matmul, is_pointwise, is_view, nbytes
 from thunder_te_exec.passes.rewrite import with_bound_symbols
 
 from thunder.core import prims
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 
@@ -93,10 +93,10 @@ def _move(product: BoundSymbol, factor: TensorProxy, order: _Order, moved: dict[
         return None
     made = {out.name: out for bsym in chain for out in bsym.flat_proxy_outs}
     read = {p.name: p for bsym in chain for p in bsym.flat_proxy_args if p.name not in made}
-    large = {name for name, p in (made | read).items() if _nbytes(p) * SMALL > _nbytes(factor)}
+    large = {name for name, p in (made | read).items() if nbytes(p) * SMALL > nbytes(factor)}
     known = made.keys() | {out.name for bsym in (product, *behind) for out in bsym.flat_proxy_outs}
     others = (p for bsym in (product, *behind) for p in bsym.flat_proxy_args if p.name not in known)
-    if any(_nbytes(p) * SMALL > _nbytes(factor) for p in others):
+    if any(nbytes(p) * SMALL > nbytes(factor) for p in others):
         return None
     waits = {id(bsym) for bsym in (*chain, product)}
     readers = {
@@ -108,8 +108,8 @@ def _move(product: BoundSymbol, factor: TensorProxy, order: _Order, moved: dict[
     kernels = [
         order.place(first)
         for name in large
-        for first in [next((b for b in readers[name] if id(b) not in moved), None)]
-        if first is not None and is_left_to_a_fuser(first)
+        for first in [b for b in readers[name] if id(b) not in moved][:1]
+        if is_left_to_a_fuser(first)
     ]
     if not kernels:
         return None
@@ -124,17 +124,13 @@ def _move(product: BoundSymbol, factor: TensorProxy, order: _Order, moved: dict[
     return _Move([*chain, product, *(b for b in behind if order.place(b) < place)], place)
 
 
-def _nbytes(p: Proxy) -> int:
-    return p.numel * p.dtype.bytes if isinstance(p, TensorProxy) else 0
-
-
 def _chain(factor: TensorProxy, begin: int, order: _Order) -> list[BoundSymbol]:
     """The pointwise code and views behind the place ``begin`` that compute ``factor``; empty where it is too long."""
     chain: dict[int, BoundSymbol] = {}
     queue = [factor]
     while queue:
         made = order.uses.producer.get(queue.pop().name)
-        if made is None or order.place(made) <= begin or BoundSymbolTag.BACKWARD not in made.tags:
+        if made is None or id(made) in chain or order.place(made) <= begin or BoundSymbolTag.BACKWARD not in made.tags:
             continue
         if not (is_left_to_a_fuser(made) and (is_pointwise(made) or is_view(made))):
             continue

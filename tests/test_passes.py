@@ -47,7 +47,7 @@ from thunder_te_exec.symbols import (
     te_differentiable_once,
     te_sync_fp8_meta_bwd,
 )
-from traces import flags, joint_trace, makes_everything_before_it_is_read
+from traces import flags, joint_trace, makes_everything_before_it_is_read, products_in_backward
 
 
 def rewritten(trace: TraceCtx, *, without=None) -> TraceCtx:
@@ -163,11 +163,7 @@ def saves_nothing_that_is_cheap_to_compute(trace: TraceCtx) -> bool:
 
 def computes_an_activation_where_a_kernel_reads_what_it_is_made_of(trace: TraceCtx) -> bool:
     down, up, _ = [i for i, b in enumerate(trace.bound_symbols) if is_te_backward(b)]
-    products = [
-        i
-        for i, b in enumerate(trace.bound_symbols)
-        if BoundSymbolTag.BACKWARD in b.tags and is_matmul(b) and tuple(b.output.shape) == (8, 96)
-    ]
+    products = products_in_backward(trace, 8, 96)
     return len(products) == 1 and down < products[0] < up  # of down's first matrix, from the product of gate and up
 
 

@@ -9,16 +9,14 @@ import torch
 import torch.nn.functional as F
 from programs import LoraMLP
 from steps import same
-from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import TraceCtx
 from thunder.executors.torch_compile import torch_compile_ex
 from thunder_te_exec import executor, te_ex
 from thunder_te_exec.passes import PASSES, waiting_gradients
-from thunder_te_exec.passes.patterns import is_matmul
 from thunder_te_exec.recipe import Float8CurrentScaling
 from thunder_te_exec.symbols import is_te_backward
 from torch import Tensor, nn
-from traces import joint_trace, makes_everything_before_it_is_read
+from traces import joint_trace, makes_everything_before_it_is_read, products_in_backward
 
 WITHOUT = tuple(run for run in PASSES if run is not waiting_gradients)
 
@@ -89,11 +87,7 @@ def trace_of(module: nn.Module, passes=PASSES) -> TraceCtx:
 def linears_before_the_gradient_of_a(trace: TraceCtx) -> int:
     """How many FP8 linears have run backward when the gradient of the adapter's first matrix is computed."""
     assert makes_everything_before_it_is_read(trace)
-    (at,) = [
-        i
-        for i, b in enumerate(trace.bound_symbols)
-        if BoundSymbolTag.BACKWARD in b.tags and is_matmul(b) and tuple(b.output.shape) == (8, 96)
-    ]
+    (at,) = products_in_backward(trace, 8, 96)
     return sum(map(is_te_backward, trace.bound_symbols[:at]))
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import thunder_te_exec  # noqa: F401  (before thunder)
 from thunder_te_exec import te_ex
+from thunder_te_exec.passes.patterns import is_matmul
 from thunder_te_exec.symbols import Wanted, is_te_backward, is_te_linear
 
 import thunder
 import torch
 from thunder.core.proxies import Proxy, TensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor
 
@@ -104,6 +105,15 @@ def _in_order_of_inputs(match: re.Match[str]) -> str:
     outputs, inputs = (re.findall(r"\w+", group) for group in match.groups())
     pairs = sorted(zip(inputs, outputs), key=lambda pair: (len(pair[0]), pair[0]))
     return f"({', '.join(o for _, o in pairs)},) = update_aliases(({', '.join(i for i, _ in pairs)},))"
+
+
+def products_in_backward(trace: TraceCtx, *shape: int) -> list[int]:
+    """The places of the products in high precision that backward computes, and that have this shape."""
+    return [
+        i
+        for i, b in enumerate(trace.bound_symbols)
+        if BoundSymbolTag.BACKWARD in b.tags and is_matmul(b) and tuple(b.output.shape) == shape
+    ]
 
 
 def makes_everything_before_it_is_read(trace: TraceCtx) -> bool:
